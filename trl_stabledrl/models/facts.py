@@ -1,0 +1,75 @@
+# SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What has to be known of a model before it is used, found without loading a weight where a path is given."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from .families import Family, check_vocabulary, end_token_ids_of, family_of, mask_token_id_of
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """
+    Family, tokenizer and special tokens of a model.
+
+    Attributes:
+        config ([`~transformers.PreTrainedConfig`]):
+            The model's configuration.
+        family ([`~models.families.Family`]):
+            The family it belongs to.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        mask_token_id (`int`):
+            Token that stands for "not yet decoded".
+        end_token_ids (`tuple[int, ...]`):
+            Tokens that end a completion.
+    """
+
+    config: PreTrainedConfig
+    family: Family
+    tokenizer: PreTrainedTokenizerBase
+    mask_token_id: int
+    end_token_ids: tuple[int, ...]
+
+
+def model_facts(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, revision: str | None = None
+) -> ModelFacts:
+    """
+    Find out what a model is, and raise where model and tokenizer do not fit together.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            A path or hub id, of which only the configuration is read, or a model.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Its tokenizer; loaded from where the model came from when absent.
+        revision (`str`, *optional*):
+            Revision on the hub.
+
+    Returns:
+        [`ModelFacts`]
+    """
+    if isinstance(model, str):
+        # trust_remote_code: the registered classes win over the checkpoint's own code, which is never imported
+        config = AutoConfig.from_pretrained(model, revision=revision)
+        generation_config, num_rows = None, config.vocab_size
+    else:
+        config, generation_config = model.config, model.generation_config
+        num_rows = model.get_input_embeddings().num_embeddings
+    family = family_of(config)
+    if tokenizer is None:
+        source = model if isinstance(model, str) else config.name_or_path
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision, padding_side="left", truncation_side="left"
+        )
+    check_vocabulary(config, tokenizer, num_rows)
+    return ModelFacts(
+        config=config,
+        family=family,
+        tokenizer=tokenizer,
+        mask_token_id=mask_token_id_of(config, tokenizer),
+        end_token_ids=end_token_ids_of(config, tokenizer, generation_config=generation_config),
+    )

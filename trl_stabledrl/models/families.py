@@ -1,0 +1,217 @@
+# SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between model families, and what a checkpoint's config and tokenizer leave open."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Family:
+    r"""
+    Facts of one family of masked diffusion models.
+
+    Args:
+        name (`str`):
+            Name in messages and recipes.
+        model_types (`tuple[str, ...]`):
+            Values of `config.model_type` that belong to it.
+        attention (`Literal["full", "block"]`):
+            Whether every position sees every other, or blocks see earlier blocks.
+        mask_token_id (`int`):
+            Mask token of the published checkpoints, for configs and tokenizers that do not name one.
+        end_token_ids (`tuple[int, ...]`):
+            Tokens that end a completion in the published checkpoints.
+        block_length (`int`):
+            Default number of tokens decoded together.
+        tokens_per_step (`int`):
+            Tokens committed per denoising step by default.
+        mask_law (`str`):
+            Default law of the masked positions in the likelihood.
+        mc_sampling (`str`):
+            Default scheme of the Monte Carlo draws.
+        num_mc_samples (`int`):
+            Default number of Monte Carlo draws.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    attention: Literal["full", "block"]
+    mask_token_id: int
+    end_token_ids: tuple[int, ...]
+    block_length: int
+    tokens_per_step: int
+    mask_law: str
+    mc_sampling: str
+    num_mc_samples: int
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="LLaDA",
+        model_types=("llada",),
+        attention="full",
+        mask_token_id=126336,
+        end_token_ids=(126081, 126348),
+        block_length=32,
+        tokens_per_step=2,
+        mask_law="block_suffix",
+        mc_sampling="complementary",
+        num_mc_samples=2,
+    ),
+)
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    r"""
+    Find the family that a model belongs to.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            The model's configuration.
+
+    Returns:
+        [`Family`]:
+            The family with the config's `model_type`.
+    """
+    for family in FAMILIES:
+        if config.model_type in family.model_types:
+            return family
+    known = ", ".join(repr(model_type) for family in FAMILIES for model_type in family.model_types)
+    raise ValueError(
+        f"model_type is {config.model_type!r}, which belongs to no known family. Known are: {known}. Choose a "
+        "checkpoint of one of them; models that do not predict masked tokens have no likelihood here."
+    )
+
+
+def mask_token_id_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
+    r"""
+    Find the token that stands for a masked position: the config's, else the tokenizer's, else the family's.
+
+    The family's published id counts only where the vocabulary reaches it and the tokenizer, if given, holds it as a
+    special token: in another vocabulary the same number is an ordinary word.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            The model's configuration.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's tokenizer.
+
+    Returns:
+        `int`:
+            Id of the mask token.
+    """
+    settings = config.to_dict()
+    vocab_size = settings.get("vocab_size")
+    found: Any = settings.get("mask_token_id")
+    if found is None and tokenizer is not None:
+        found = tokenizer.mask_token_id
+    if found is None:
+        for family in FAMILIES:
+            if config.model_type in family.model_types and _is_confirmed(family.mask_token_id, vocab_size, tokenizer):
+                found = family.mask_token_id
+    if found is None:
+        raise ValueError(
+            f"Neither the config (model_type {config.model_type!r}) nor the tokenizer names a mask token, so this "
+            "proxy does not apply: the likelihood of a completion is estimated by masking its tokens. Set "
+            "mask_token_id in the config or mask_token in the tokenizer. Models that corrupt tokens uniformly instead "
+            "of masking them, such as DiffusionGemma, are not covered."
+        )
+    if vocab_size is not None and not 0 <= found < vocab_size:
+        raise ValueError(
+            f"mask_token_id is {found}, but the model has {vocab_size} tokens. It must be below that number: correct "
+            "mask_token_id in the config, or load the tokenizer that belongs to the model."
+        )
+    return found
+
+
+def end_token_ids_of(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    generation_config: GenerationConfig | None = None,
+) -> tuple[int, ...]:
+    r"""
+    Collect the tokens that end a completion: the tokenizer's, the configs' and the family's published ones.
+
+    A published id counts only where the vocabulary reaches it and the tokenizer holds it as a special token.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            The model's configuration.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's tokenizer.
+        generation_config ([`~transformers.GenerationConfig`], *optional*):
+            The model's generation configuration.
+
+    Returns:
+        `tuple[int, ...]`:
+            Ids in ascending order, at least one.
+    """
+    settings = config.to_dict()
+    vocab_size = settings.get("vocab_size")
+    sources = {"the tokenizer": tokenizer.eos_token_id, "the config": settings.get("eos_token_id")}
+    if generation_config is not None:
+        sources["the generation config"] = generation_config.eos_token_id
+    found: set[int] = set()
+    for source, value in sources.items():
+        ids = [] if value is None else [value] if isinstance(value, int) else list(value)
+        for token_id in ids:
+            if vocab_size is not None and not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"eos_token_id of {source} is {token_id}, but the model has {vocab_size} tokens. It must be below "
+                    "that number: correct it, or load the tokenizer that belongs to the model."
+                )
+        found.update(ids)
+    for family in FAMILIES:
+        if config.model_type in family.model_types:
+            found.update(i for i in family.end_token_ids if _is_confirmed(i, vocab_size, tokenizer))
+    if not found:
+        raise ValueError(
+            "Neither the tokenizer nor the model's configs name an end token, so no completion could end before its "
+            "full length. Set eos_token in the tokenizer or eos_token_id in the config."
+        )
+    return tuple(sorted(found))
+
+
+def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None, embedding_rows: int) -> None:
+    r"""
+    Raise where config, embedding and tokenizer do not agree on the size of the vocabulary.
+
+    The embedding may be larger than the tokenizer, as in the published checkpoints, where it is padded.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            The model's configuration.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's tokenizer.
+        embedding_rows (`int`):
+            Rows of the embedding, such as `model.get_input_embeddings().num_embeddings`.
+    """
+    vocab_size = config.to_dict()["vocab_size"]
+    if vocab_size != embedding_rows:
+        raise ValueError(
+            f"vocab_size of the config is {vocab_size}, but the embedding has {embedding_rows} rows. They must be "
+            "equal: correct the config, or resize with model.resize_token_embeddings."
+        )
+    if tokenizer is None:
+        return
+    num_tokens = 1 + max(tokenizer.get_vocab().values())  # not len(): ids may have gaps
+    if num_tokens > embedding_rows:
+        raise ValueError(
+            f"The tokenizer has ids up to {num_tokens - 1}, so {num_tokens} tokens, but the embedding has "
+            f"{embedding_rows} rows. Load the tokenizer that belongs to the model, or resize with "
+            "model.resize_token_embeddings."
+        )
+
+
+def _is_confirmed(token_id: int, vocab_size: int | None, tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether a published id exists here and is a special token, not an ordinary word of another vocabulary."""
+    if vocab_size is not None and token_id >= vocab_size:
+        return False
+    if tokenizer is None:
+        return True
+    added = tokenizer.added_tokens_decoder
+    return token_id in tokenizer.all_special_ids or (token_id in added and added[token_id].special)

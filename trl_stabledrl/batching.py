@@ -1,0 +1,79 @@
+# SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as tensors: padding them, and putting those of a generation back into their run-wide order."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+Batch = dict[str, Any]
+
+EVALUATION_ROWS = 1 << 40
+"""First row index of evaluations, far above any training row, so that the two never share noise."""
+
+
+def left_padded(rows: Sequence[Sequence[int]], *, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """
+    Pad token lists on the left.
+
+    Returns:
+        `tuple[torch.Tensor, torch.BoolTensor]`:
+            Ids and the mask of real tokens, both `(B, longest)`.
+    """
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), pad_token_id)
+    is_real = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        ids[index, longest - len(row) :] = torch.tensor(row, dtype=torch.long)
+        is_real[index, longest - len(row) :] = True
+    return ids, is_real
+
+
+def right_padded(rows: Sequence[Sequence[int]], *, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """As [`left_padded`], on the right."""
+    ids, is_real = left_padded([row[::-1] for row in rows], pad_token_id=pad_token_id)
+    return ids.flip(1), is_real.flip(1)
+
+
+def _gather_rows(accelerator: Accelerator, name: str, value: Tensor) -> Tensor:
+    if value.dim() > 1:
+        # prompts are padded on the left, everything else on the right; masks and ids alike are padded with zeros,
+        # which is safe for ids because lengths come from the masks
+        value = accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt"))
+    return accelerator.gather(value)
+
+
+def in_row_order(accelerator: Accelerator, slices: list[Batch]) -> list[Batch]:
+    """
+    Undo TRL's shuffle: hand out the rows of a generation in the order of `row_index`, over all processes.
+
+    Micro-step `j` of process `r` of `R` gets rows `[(j * R + r) * b, (j * R + r + 1) * b)`, so that every optimizer step
+    holds the rows that one process would hold, and a group is spread over as few micro-steps as possible. Token ids
+    and scores are exchanged, no activations.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Gathers over processes.
+        slices (`list[dict]`):
+            The buffered micro-batches of this process; each holds an int64 `row_index` of shape `(b,)`.
+
+    Returns:
+        `list[dict]`:
+            As many micro-batches, of the same size. Values that are no tensors with rows are passed on as they are.
+    """
+    num_slices, rank, num_processes = len(slices), accelerator.process_index, accelerator.num_processes
+    row_names = [name for name, value in slices[0].items() if isinstance(value, Tensor) and value.dim() > 0]
+    rows = {name: torch.cat([part[name] for part in slices]) for name in row_names}
+    if num_processes > 1:
+        rows = {name: _gather_rows(accelerator, name, rows[name]) for name in sorted(rows)}
+    order = rows["row_index"].argsort()
+    size = len(order) // (num_slices * num_processes)
+    ordered = []
+    for index, part in enumerate(slices):
+        start = (index * num_processes + rank) * size
+        chosen = order[start : start + size]
+        ordered.append({**part, **{name: value[chosen] for name, value in rows.items()}})
+    return ordered

@@ -1,0 +1,199 @@
+# SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
+# SPDX-License-Identifier: Apache-2.0
+"""
+Mask laws: which tokens of a completion a Monte Carlo draw masks, which it scores, and with what weight.
+
+`k` tokens are masked exactly, never by coin flips (the 0.15 coins of `block_suffix` excepted). Axis letters: see
+`core/__init__.py`; `W` is the window of `max_completion_length` tokens the sampler saw.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .noise import UNIT_BITS, Stream, random_bits, unit_bits
+
+MaskLaw = Literal["uniform", "block_suffix", "semi_ar", "full"]
+McSampling = Literal["independent", "stratified", "complementary"]
+
+CONTEXT_MASK_PROBABILITY = 0.15
+"""Chance that `block_suffix` masks a token of the prompt or of an earlier block (SPG, arXiv 2510.09541)."""
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """
+    Masks and weights of `M` draws.
+
+    `elbo_per_token` is `(weight * logps).sum() / M`, so a weight holds both the estimator's factor and the division by
+    the scored length. Positions past the row's scored length are never masked or scored here: what stands there is
+    decided by `tail` in `likelihood.py`.
+    """
+
+    is_noised_prompt: Bool[Tensor, "B M P"]
+    is_noised: Bool[Tensor, "B M W"]
+    is_scored: Bool[Tensor, "B M W"]
+    weight: Float[Tensor, "B M W"]
+    inverse_probability: Float[Tensor, "B M W"]
+    """One over the probability of being masked, where scored; zero elsewhere. The `v` of the EUBO."""
+
+
+def check_draws(law: str, sampling: str, num_draws: int) -> None:
+    """Raise unless the law, the sampling scheme and the number of draws go together."""
+    if law not in get_args(MaskLaw):
+        raise ValueError(f"mask_law={law!r} is not known. Use one of {', '.join(get_args(MaskLaw))}.")
+    if sampling not in get_args(McSampling):
+        raise ValueError(f"mc_sampling={sampling!r} is not known. Use one of {', '.join(get_args(McSampling))}.")
+    if num_draws < 1:
+        raise ValueError(f"num_mc_samples={num_draws} must be at least 1.")
+    if law == "full" and num_draws > 1:
+        raise ValueError(
+            f"num_mc_samples={num_draws} with mask_law='full' would repeat one and the same mask. Use num_mc_samples=1."
+        )
+    if sampling == "complementary" and law != "full" and num_draws % 2:
+        raise ValueError(
+            f"num_mc_samples={num_draws} is odd, but mc_sampling='complementary' draws masks in pairs. Use an even "
+            "number, or mc_sampling='independent'."
+        )
+
+
+def _masked_count(u: Int[Tensor, "B M"], size: Int[Tensor, "B M"], stratum: Int[Tensor, " M"], num_strata: int):
+    """`ceil(size * (stratum + u) / num_strata)` for u in (0, 1], in exact integer arithmetic; 0 where size is 0."""
+    numerator = size * ((stratum << UNIT_BITS) + u + 1)
+    denominator = num_strata << UNIT_BITS
+    return (numerator + denominator - 1) // denominator
+
+
+def draw_mask_plan(
+    noise_key: Int[Tensor, " B"],
+    completion_length: Int[Tensor, " B"],
+    prompt_mask: Bool[Tensor, "B P"],
+    *,
+    window_length: int,
+    law: MaskLaw,
+    sampling: McSampling,
+    num_draws: int,
+    block_length: int,
+    seed: int,
+    iteration: int,
+) -> MaskPlan:
+    r"""
+    Draw the masks of every row, as a function of `(seed, noise_key, iteration, draw index)` alone.
+
+    | law | masked | scored | weight |
+    |---|---|---|---|
+    | `uniform` | `k ~ U{1..C}` tokens of the completion | those | `1/k` |
+    | `block_suffix` | `k ~ U{1..len_b}` of a random block, all later tokens, others with probability 0.15 | every masked completion token | `1/(number scored)` |
+    | `semi_ar` | as above without the 0.15 | the `k` of the block | `K len_b / (k C)` |
+    | `full` | the whole completion | all | `1/C` |
+
+    Rows that share a `noise_key` share one uniform number and one random order of window positions per draw, and each
+    masks the first `ceil(u C)` of its own positions in that order: each row's own law is unchanged, and equal lengths
+    get identical masks (`mask_sharing="group"`).
+
+    Args:
+        noise_key (`Int[Tensor, "B"]`):
+            Row index over the run, or group index where a group shares its masks.
+        completion_length (`Int[Tensor, "B"]`):
+            Scored tokens of each row: up to and including the first end token. 0 gives a row without scored tokens.
+        prompt_mask (`Bool[Tensor, "B P"]`):
+            True on the real tokens of the left-padded prompt.
+        window_length (`int`):
+            Tokens in the window, at least the longest completion.
+        law (`str`):
+            One of `"uniform"`, `"block_suffix"`, `"semi_ar"`, `"full"`.
+        sampling (`str`):
+            How the `M` draws of a row relate: `"independent"`; `"stratified"`, the count of draw m taken from the
+            m-th of M equal parts; `"complementary"`, pairs that mask every token of the active set once.
+        num_draws (`int`):
+            `M`. Even for `"complementary"`, 1 for `"full"`.
+        block_length (`int`):
+            Tokens per block of the semi-autoregressive decoder.
+        seed (`int`):
+            Seed of the run.
+        iteration (`int`):
+            Inner iteration (`num_iterations`), so that each pass over a rollout has fresh masks.
+
+    Returns:
+        [`MaskPlan`]
+    """
+    check_draws(law, sampling, num_draws)
+    device = noise_key.device
+    draw = torch.arange(num_draws, device=device)
+    is_paired = sampling == "complementary"
+    is_partner = (draw % 2 == 1) & is_paired  # (M,)
+    draw_key = (draw // 2 if is_paired else draw)[None, :]  # (1, M)
+    row_key = noise_key[:, None]  # (B, 1)
+    pass_key = torch.full_like(row_key, iteration)
+
+    def bits(stream: Stream, position: Tensor | None = None) -> Tensor:
+        keys = (row_key, pass_key, draw_key)
+        if position is None:
+            return random_bits(seed, stream, *keys)  # (B, M)
+        return random_bits(seed, stream, *(key[..., None] for key in keys), position)  # (B, M, positions)
+
+    position = torch.arange(window_length, device=device)  # (W,)
+    length = completion_length[:, None, None]  # (B, 1, 1)
+    is_completion = (position < length).expand(-1, num_draws, -1)  # (B, M, W)
+
+    # the active set: the tokens of which k are masked at random
+    if law in ("block_suffix", "semi_ar"):
+        num_blocks = (completion_length + block_length - 1) // block_length  # (B,)
+        block = (unit_bits(bits(Stream.BLOCK)) * num_blocks[:, None]) >> UNIT_BITS  # (B, M), uniform over the blocks
+        token_block = position // block_length  # (W,)
+        is_active = is_completion & (token_block == block[..., None])
+        is_later = is_completion & (token_block > block[..., None])
+    else:
+        num_blocks = (completion_length > 0).long()
+        is_active = is_completion
+        is_later = torch.zeros_like(is_completion)
+    size = is_active.sum(-1)  # (B, M)
+
+    # exactly k of them, in the order of random integers keyed by the position in the window
+    sort_key = bits(Stream.ORDER, position).masked_fill(~is_active, torch.iinfo(torch.int64).max)
+    rank = sort_key.argsort(dim=-1).argsort(dim=-1)  # (B, M, W)
+    if law == "full":
+        count = size
+    else:
+        stratum = draw if sampling == "stratified" else torch.zeros_like(draw)
+        num_strata = num_draws if sampling == "stratified" else 1
+        count = _masked_count(unit_bits(bits(Stream.COUNT)), size, stratum, num_strata)
+    is_first = rank < count[..., None]
+    # the partner masks the other tokens, or the same full mask when there are none: its size stays uniform on 1..L
+    takes_rest = is_partner & (count < size) if law != "full" else torch.zeros_like(count, dtype=torch.bool)
+    is_chosen = is_active & (is_first ^ takes_rest[..., None])
+    count = torch.where(takes_rest, size - count, count)  # (B, M)
+
+    is_noised = is_chosen | is_later
+    is_noised_prompt = torch.zeros(*count.shape, prompt_mask.shape[1], dtype=torch.bool, device=device)
+    if law == "block_suffix":
+        threshold = round(CONTEXT_MASK_PROBABILITY * (1 << UNIT_BITS))
+        is_earlier = is_completion & ~is_active & ~is_later
+        is_noised = is_noised | (is_earlier & (unit_bits(bits(Stream.COIN, position)) < threshold))
+        # counted back from the first completion token, so that left padding does not move a coin
+        prompt_position = torch.arange(-prompt_mask.shape[1], 0, device=device)
+        is_noised_prompt = (unit_bits(bits(Stream.COIN, prompt_position)) < threshold) & prompt_mask[:, None]
+
+    is_scored = is_chosen if law == "semi_ar" else is_noised
+    safe_count = count.clamp(min=1)[..., None].float()
+    active_odds = size[..., None] / safe_count  # (B, M, 1)
+    if law == "semi_ar":
+        per_block = num_blocks[:, None, None] * active_odds
+        weight = (per_block / length.clamp(min=1)).expand(-1, -1, window_length)
+        odds = per_block.expand(-1, -1, window_length)
+    elif law == "block_suffix":
+        weight = (1.0 / is_scored.sum(-1, keepdim=True).clamp(min=1)).expand(-1, -1, window_length)
+        odds = torch.where(is_active, active_odds, torch.where(is_later, 1.0, 1.0 / CONTEXT_MASK_PROBABILITY))
+    else:
+        weight = (1.0 / safe_count).expand(-1, -1, window_length)
+        odds = active_odds.expand(-1, -1, window_length)
+    return MaskPlan(
+        is_noised_prompt=is_noised_prompt,
+        is_noised=is_noised,
+        is_scored=is_scored,
+        weight=torch.where(is_scored, weight, 0.0),
+        inverse_probability=torch.where(is_scored, odds, 0.0),
+    )

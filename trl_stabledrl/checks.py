@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is looked at before anything is loaded, and the run's own counters in a checkpoint."""
+
+import json
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+from datasets import Dataset, IterableDataset
+from transformers.trainer_utils import get_last_checkpoint
+
+RUN_STATE_FILE = "stabledrl_state.json"
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Raise unless `value` is None or one of the strings of a `Literal`."""
+    if value is not None and value not in get_args(choices):
+        raise ValueError(f"{name}={value!r} is not known. Use one of {', '.join(map(repr, get_args(choices)))}.")
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Message for a key that nobody reads, with the nearest known one."""
+    nearest = get_close_matches(key, list(known), n=1, cutoff=0.0)
+    return f"Unknown key '{key}'. The nearest known one is '{nearest[0]}'." if nearest else f"Unknown key '{key}'."
+
+
+def check_dataset(name: str, dataset: Any, *, columns: tuple[str, ...] = ("prompt",)) -> None:
+    """Raise unless `dataset` is a dataset with rows and the given columns."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise ValueError(
+            f"{name} is {'missing' if dataset is None else f'a {type(dataset).__name__}'}. Pass a datasets.Dataset with "
+            f"the columns {', '.join(columns)}."
+        )
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError(f"{name} is empty: it has 0 rows. Pass at least one prompt.")
+    found = dataset.column_names
+    if found is None:  # a stream whose columns are only known once it is read
+        return
+    for column in columns:
+        if column not in found:
+            raise ValueError(
+                f"{name} has no column '{column}', only {', '.join(found) or 'none'}. Rename the column that holds it: "
+                f"dataset.rename_column(old, '{column}')."
+            )
+
+
+def check_datasets(train_dataset: Any, eval_dataset: Any, *, columns: tuple[str, ...]) -> None:
+    """[`check_dataset`] of both, the latter if there is one."""
+    check_dataset("train_dataset", train_dataset, columns=columns)
+    for part in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+        if part is not None:
+            check_dataset("eval_dataset", part, columns=columns)
+
+
+def check_args(args: Any, config_class: type, *, trainer: str) -> None:
+    """Raise unless `args` is the trainer's own configuration."""
+    if not isinstance(args, config_class):
+        raise TypeError(
+            f"args is a {type(args).__name__}, but {trainer} needs a {config_class.__name__}: it takes every option of "
+            f"{config_class.__base__.__name__} that a diffusion model can honour, and refuses the others by name."
+        )
+
+
+def resume_request(value: str | bool | None) -> str | bool | None:
+    """`resume_from_checkpoint` as flags and YAML give it: "true" and "false" are no folders."""
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return value
+
+
+def check_output_dir(output_dir: str | None, resume_from_checkpoint: str | bool | None) -> None:
+    """Raise where `output_dir` holds checkpoints of a run that this one does not continue."""
+    if resume_from_checkpoint or output_dir is None or not Path(output_dir).is_dir():
+        return
+    last = get_last_checkpoint(output_dir)
+    if last is not None:
+        raise ValueError(
+            f"output_dir={output_dir!r} already holds a checkpoint, {Path(last).name}, and resume_from_checkpoint is not "
+            "set. Nothing was touched. Pass resume_from_checkpoint=true to continue that run, or choose another "
+            "output_dir."
+        )
+
+
+def save_run_state(folder: Path, **counters: int) -> None:
+    """Write the counters that name the rows of the run."""
+    (folder / RUN_STATE_FILE).write_text(json.dumps(counters, indent=2) + "\n")
+
+
+def load_run_state(folder: Path) -> dict[str, int]:
+    """Read them back."""
+    path = folder / RUN_STATE_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing, so {folder} was not written by a trainer of this package: the noise of the run could "
+            "not be continued. Resume from a checkpoint that was, or load the weights with model= and start anew."
+        )
+    return json.loads(path.read_text())

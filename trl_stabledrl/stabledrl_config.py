@@ -1,0 +1,373 @@
+# SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of [`StableDRLTrainer`]."""
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from trl import GRPOConfig
+
+from .checks import check_choice
+from .core.masking import MaskLaw, McSampling, check_draws
+from .core.objective import ClipMode, KlEstimator, RatioNormalization, log_clip_bounds
+from .core.unmasking import Remasking
+from .likelihood import LikelihoodSettings, Tail
+from .models.families import Family
+from .samplers.full import SamplingSettings, SuppressEos
+
+MaskCoupling = Literal["shared", "independent"]
+MaskSharing = Literal["none", "group"]
+Surrogate = Literal["elbo", "sandwich"]
+
+# Inherited options that this trainer cannot honour, each with what to do instead. Set to anything but GRPOConfig's
+# default, they raise; `tests/test_stabledrl_config.py` checks that every field of GRPOConfig is either here or honoured.
+_NEXT_TOKEN = "it acts on next-token log-probabilities, which a diffusion model does not have"
+_AR_DECODING = "it belongs to autoregressive decoding; see remasking, confidence_threshold, top_k and top_p"
+_NO_ENGINE = "no vLLM engine serves this family; rollouts run in the trainer. Leave it unset"
+_ENTROPY = "the entropy of a diffusion model is only known at masked positions. Leave it unset"
+REFUSED_OPTIONS = {
+    "router_aux_loss_coef": "no supported family is a mixture of experts",
+    "cast_lm_head_to_fp32": "the head is projected in chunks whose statistics are float32 already",
+    "min_p": _AR_DECODING,
+    "generation_kwargs": _AR_DECODING,
+    "repetition_penalty": _AR_DECODING,
+    "cache_implementation": _AR_DECODING,
+    "use_transformers_continuous_batching": _AR_DECODING,
+    "transformers_continuous_batching_config": _AR_DECODING,
+    "use_transformers_paged": _AR_DECODING,
+    "use_vllm": _NO_ENGINE,
+    "vllm_mode": _NO_ENGINE,
+    "vllm_model_impl": _NO_ENGINE,
+    "vllm_enable_sleep_mode": _NO_ENGINE,
+    "vllm_structured_outputs_regex": _NO_ENGINE,
+    "vllm_server_base_url": _NO_ENGINE,
+    "vllm_server_host": _NO_ENGINE,
+    "vllm_server_port": _NO_ENGINE,
+    "vllm_server_timeout": _NO_ENGINE,
+    "vllm_group_port": _NO_ENGINE,
+    "vllm_gpu_memory_utilization": _NO_ENGINE,
+    "vllm_max_model_length": _NO_ENGINE,
+    "vllm_tensor_parallel_size": _NO_ENGINE,
+    "vllm_importance_sampling_mode": _NO_ENGINE,
+    "vllm_importance_sampling_clip_max": _NO_ENGINE,
+    "vllm_importance_sampling_clip_min": _NO_ENGINE,
+    "vllm_importance_sampling_cap": _NO_ENGINE,
+    "delta": "the clip is unconditional and two-sided already; use epsilon, or clip_mode='upper' with ratio_cap",
+    "epsilon_high": "the clip range is [1 - epsilon, 1 + epsilon]; for a cap alone use clip_mode='upper' with ratio_cap",
+    "sapo_temperature_neg": _NEXT_TOKEN,
+    "sapo_temperature_pos": _NEXT_TOKEN,
+    "vespo_k_pos": _NEXT_TOKEN,
+    "vespo_lambda_pos": _NEXT_TOKEN,
+    "vespo_k_neg": _NEXT_TOKEN,
+    "vespo_lambda_neg": _NEXT_TOKEN,
+    "importance_sampling_level": "ratios are of whole completions; use ratio_normalization='token' or 'sequence'",
+    "top_entropy_quantile": _ENTROPY,
+    "entropy_coef": _ENTROPY,
+    "use_adaptive_entropy": _ENTROPY,
+    "entropy_coef_min": _ENTROPY,
+    "entropy_coef_max": _ENTROPY,
+    "entropy_coef_delta": _ENTROPY,
+    "entropy_target": _ENTROPY,
+    "max_tool_calling_iterations": "tools are not supported: a completion is one window of tokens",
+    "off_policy_mask_threshold": _NEXT_TOKEN,
+    "use_bias_correction_kl": _NEXT_TOKEN,
+}
+# Options whose default differs from GRPOConfig's and has no other legal value here
+FORCED_OPTIONS = {
+    "loss_type": ("stabledrl", "the loss is StableDRL's; TRL's next-token losses do not apply"),
+    "disable_dropout": (True, "old and new scores must differ by the update alone, not by dropout masks"),
+    "vllm_importance_sampling_correction": (False, "it subtracts next-token log-probabilities from ELBO proxies"),
+}
+
+
+def _nearest(value: int, is_valid: Any) -> str:
+    """Name the closest valid value below and above `value`."""
+    below = next((str(v) for v in range(value - 1, 0, -1) if is_valid(v)), None)
+    above = next((str(v) for v in range(value + 1, 8 * value + 64) if is_valid(v)), None)
+    return " or ".join(v for v in (below, above) if v is not None) or "none"
+
+
+@dataclass
+class StableDRLConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`StableDRLTrainer`].
+
+    This class includes only the parameters that are specific to StableDRL training; for the others see
+    [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. Inherited options that a diffusion model cannot honour
+    raise when they are set.
+
+    Args:
+        mask_law (`str`, *optional*):
+            Which tokens a Monte Carlo draw masks: `"uniform"`, `"block_suffix"`, `"semi_ar"` or `"full"` (method.md,
+            section 2). Defaults to the family's: `"block_suffix"` for LLaDA.
+        mc_sampling (`str`, *optional*):
+            How the draws of a row relate: `"independent"`, `"stratified"` or `"complementary"`. Defaults to the
+            family's: `"complementary"` for LLaDA, which cuts the variance of the log-ratio by 42-44 % (measured).
+        num_mc_samples (`int`, *optional*):
+            Number of Monte Carlo draws per row and pass. Defaults to the family's: 2 for LLaDA.
+        mask_coupling (`str`, *optional*, defaults to `"shared"`):
+            `"shared"`: new, old and reference policy are scored under the same masks. `"independent"`: old scores have
+            their own masks, as in the released code.
+        mask_sharing (`str`, *optional*, defaults to `"none"`):
+            `"group"`: the completions of a prompt mask the same positions, so that noise they have in common leaves
+            the self-normalised weights.
+        surrogate (`str`, *optional*, defaults to `"elbo"`):
+            Differentiable score: `"elbo"`, or `"sandwich"` (mean of lower and upper bound for negative advantages).
+        eubo_beta (`float`, *optional*, defaults to `1.5`):
+            Order of the evidence upper bound under `surrogate="sandwich"`, at least 1.
+        clip_mode (`str`, *optional*, defaults to `"both"`):
+            `"both"`: ratios are kept in `[1 - epsilon, 1 + epsilon]`. `"upper"`: they are capped at `ratio_cap` only.
+        ratio_cap (`float`, *optional*, defaults to `5.0`):
+            Largest ratio under `clip_mode="upper"` (the released code's value).
+        epsilon (`float`, *optional*, defaults to `5.0`):
+            Half-width of the unconditional clip range. The paper finds 1 and 5 stable and 5 better.
+        ratio_normalization (`str`, *optional*, defaults to `"token"`):
+            The log-ratio is a difference of scores per token (`"token"`) or of summed scores (`"sequence"`).
+        kl_estimator (`str`, *optional*, defaults to `"k3"`):
+            `"k2"` or `"k3"`, used when `beta > 0`.
+        score_temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of the scored distribution, for new, old and reference policy alike. Independent of the
+            rollouts' `temperature`.
+        tail (`str`, *optional*, defaults to `"mask"`):
+            What the model sees in the window after the first end token when a completion is scored: `"mask"`,
+            `"eos"` or `"hidden"`.
+        block_length (`int`, *optional*):
+            Tokens per block of the decoder. Defaults to the family's: 32 for LLaDA.
+        num_denoising_steps (`int`, *optional*):
+            Denoising steps per block. Defaults to the family's share: one per 2 tokens for LLaDA.
+        remasking (`str`, *optional*, defaults to `"low_confidence"`):
+            Which predictions a step commits first: `"low_confidence"`, `"random"`, `"entropy"` or `"margin"`.
+        confidence_threshold (`float`, *optional*):
+            Commit every token at least this confident (and at least one) instead of an even share per step.
+        suppress_eos (`str`, *optional*):
+            `"sampling"`: end tokens are never sampled. `"early_commit"`: they are committed last within their block.
+        guidance_scale (`float`, *optional*, defaults to `0.0`):
+            Strength of classifier-free guidance in rollouts. The score stays the unguided model's own.
+    """
+
+    mask_law: MaskLaw | None = field(
+        default=None,
+        metadata={"help": "Which tokens a Monte Carlo draw masks. Defaults to the family's."},
+    )
+    mc_sampling: McSampling | None = field(
+        default=None,
+        metadata={"help": "How the draws of a row relate. Defaults to the family's."},
+    )
+    num_mc_samples: int | None = field(
+        default=None, metadata={"help": "Monte Carlo draws per row and pass. Defaults to the family's."}
+    )
+    mask_coupling: MaskCoupling = field(
+        default="shared",
+        metadata={"help": "Whether new and old policy are scored under the same masks."},
+    )
+    mask_sharing: MaskSharing = field(
+        default="none",
+        metadata={"help": "Whether the completions of a prompt mask the same positions."},
+    )
+    surrogate: Surrogate = field(default="elbo", metadata={"help": "Differentiable score."})
+    eubo_beta: float = field(
+        default=1.5, metadata={"help": "Order of the evidence upper bound under surrogate='sandwich', at least 1."}
+    )
+    clip_mode: ClipMode = field(
+        default="both",
+        metadata={"help": "Keep ratios in [1 - epsilon, 1 + epsilon], or cap them at ratio_cap only."},
+    )
+    ratio_cap: float = field(default=5.0, metadata={"help": "Largest ratio under clip_mode='upper'."})
+    epsilon: float = field(default=5.0, metadata={"help": "Half-width of the unconditional clip range around 1."})
+    ratio_normalization: RatioNormalization = field(
+        default="token",
+        metadata={"help": "Whether the log-ratio is a difference of scores per token or of summed scores."},
+    )
+    kl_estimator: KlEstimator = field(default="k3", metadata={"help": "Estimator of the KL when beta > 0."})
+    score_temperature: float = field(default=1.0, metadata={"help": "Temperature of the scored distribution."})
+    tail: Tail = field(
+        default="mask",
+        metadata={"help": "What the model sees in the window after the first end token."},
+    )
+    block_length: int | None = field(
+        default=None, metadata={"help": "Tokens per block of the decoder. Defaults to the family's."}
+    )
+    num_denoising_steps: int | None = field(
+        default=None, metadata={"help": "Denoising steps per block. Defaults to the family's."}
+    )
+    remasking: Remasking = field(
+        default="low_confidence",
+        metadata={"help": "Which predictions a step commits first."},
+    )
+    confidence_threshold: float | None = field(
+        default=None,
+        metadata={"help": "Commit every token at least this confident instead of an even share per step."},
+    )
+    suppress_eos: SuppressEos | None = field(
+        default=None,
+        metadata={"help": "Never sample end tokens, or commit them last in their block."},
+    )
+    guidance_scale: float = field(default=0.0, metadata={"help": "Strength of classifier-free guidance in rollouts."})
+
+    # Inherited fields with other defaults
+    loss_type: str = field(default="stabledrl", metadata={"help": "Always 'stabledrl'."})
+    scale_rewards: str = field(
+        default="none",
+        metadata={
+            "help": "'none': advantages are rewards minus the group's mean. 'group' or 'batch': also divided by the "
+            "standard deviation of the group or of the batch."
+        },
+    )
+    disable_dropout: bool = field(default=True, metadata={"help": "Always true: see the docstring of GRPOConfig."})
+    vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "Always false."})
+
+    def __post_init__(self):
+        self._check_inherited()
+        self._check_own()
+        self._check_group_size()
+        super().__post_init__()
+        self._check_steps()
+
+    def _check_inherited(self) -> None:
+        defaults = {f.name: f.default for f in fields(GRPOConfig)}
+        for name, reason in REFUSED_OPTIONS.items():
+            value = self.__dict__[name]
+            if value != defaults[name]:
+                raise ValueError(
+                    f"{name}={value!r} is not honoured by StableDRLTrainer: {reason}. Allowed: {defaults[name]!r}."
+                )
+        for name, (allowed, reason) in FORCED_OPTIONS.items():
+            value = self.__dict__[name]
+            if value != allowed:
+                raise ValueError(f"{name}={value!r} is not supported: {reason}. Allowed: {allowed!r}.")
+        if isinstance(self.scale_rewards, str):  # a flag or a quoted YAML value; GRPOConfig itself maps booleans only
+            lowered = self.scale_rewards.lower()
+            self.scale_rewards = {"true": "group", "false": "none"}.get(lowered, lowered)
+            if self.scale_rewards not in ("none", "group", "batch"):
+                raise ValueError(
+                    f"scale_rewards={self.scale_rewards!r} is not known. Use 'none' (or false), 'group' (or true) or "
+                    "'batch'."
+                )
+
+    def _check_own(self) -> None:
+        for name, choices in {
+            "mask_law": MaskLaw,
+            "mc_sampling": McSampling,
+            "mask_coupling": MaskCoupling,
+            "mask_sharing": MaskSharing,
+            "surrogate": Surrogate,
+            "clip_mode": ClipMode,
+            "ratio_normalization": RatioNormalization,
+            "kl_estimator": KlEstimator,
+            "tail": Tail,
+            "remasking": Remasking,
+            "suppress_eos": SuppressEos,
+        }.items():
+            check_choice(name, self.__dict__[name], choices)
+        log_clip_bounds(epsilon=self.epsilon, clip_mode=self.clip_mode, ratio_cap=self.ratio_cap)
+        if self.clip_mode == "both" and self.ratio_cap != 5.0:
+            raise ValueError(
+                f"ratio_cap={self.ratio_cap} has no effect with clip_mode='both'. Set clip_mode='upper', or use epsilon."
+            )
+        if self.eubo_beta < 1.0:
+            raise ValueError(f"eubo_beta={self.eubo_beta} must be at least 1; the released code uses 1.5.")
+        if not self.score_temperature > 0.0:
+            raise ValueError(f"score_temperature={self.score_temperature} must be above 0; 1.0 is the model's own.")
+        if self.beta < 0.0:
+            raise ValueError(f"beta={self.beta} must be 0 (no KL) or above.")
+        if self.num_iterations < 1:
+            raise ValueError(f"num_iterations={self.num_iterations} must be at least 1.")
+        if self.num_mc_samples is not None and self.num_mc_samples < 1:
+            raise ValueError(f"num_mc_samples={self.num_mc_samples} must be at least 1.")
+        # everything the family does not decide can be checked now; `resolve` checks the rest
+        if self.mask_law is not None and self.mc_sampling is not None and self.num_mc_samples is not None:
+            check_draws(self.mask_law, self.mc_sampling, self.num_mc_samples)
+        if self.block_length is not None:
+            self.sampling_settings(num_denoising_steps=self.num_denoising_steps or 1)
+        if self.num_denoising_steps is not None and self.num_denoising_steps < 1:
+            raise ValueError(f"num_denoising_steps={self.num_denoising_steps} must be at least 1 per block.")
+
+    def _check_group_size(self) -> None:
+        if self.num_generations < 2:
+            raise ValueError(
+                f"num_generations={self.num_generations}: a group needs at least 2 completions, since an advantage is a "
+                "reward minus the group's mean."
+            )
+        # as launchers announce it; the property of TrainingArguments would set up the devices too early
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        micro_batch = self.per_device_train_batch_size * num_processes
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        size = self.generation_batch_size or micro_batch * steps
+        if size % self.num_generations:
+            formula = (
+                f"generation_batch_size={size}"
+                if self.generation_batch_size
+                else f"per_device_train_batch_size * processes * steps_per_generation = {self.per_device_train_batch_size}"
+                f" * {num_processes} * {steps} = {size}"
+            )
+            raise ValueError(
+                f"num_generations={self.num_generations} must divide the generation batch: {formula}. Nearest valid "
+                f"num_generations: {_nearest(self.num_generations, lambda g: g > 1 and size % g == 0)}."
+            )
+
+    def _check_steps(self) -> None:
+        s, a = self.steps_per_generation, self.gradient_accumulation_steps
+        if s is None:
+            raise AssertionError("GRPOConfig.__post_init__ sets steps_per_generation")
+        is_aligned = s % a == 0 or (a % s == 0 and self.num_iterations == 1)
+        if not is_aligned:
+            reason = (
+                "several inner iterations would fall into one optimizer step"
+                if a % s == 0
+                else "an optimizer step would straddle two generations"
+            )
+            nearest = _nearest(s, lambda v: v % a == 0 or (a % v == 0 and self.num_iterations == 1))
+            raise ValueError(
+                f"steps_per_generation={s} with gradient_accumulation_steps={a} and num_iterations="
+                f"{self.num_iterations}: {reason}. steps_per_generation must be a multiple of "
+                "gradient_accumulation_steps, or divide it with num_iterations=1. Nearest valid "
+                f"steps_per_generation: {nearest}."
+            )
+        num_rows = self.per_device_train_batch_size * a * self.world_size
+        if s > a and num_rows % self.num_generations:
+            rows_per_unit = self.per_device_train_batch_size * self.world_size
+            nearest = _nearest(a, lambda v: rows_per_unit * v % self.num_generations == 0 and s % v == 0)
+            raise ValueError(
+                f"per_device_train_batch_size * gradient_accumulation_steps * processes = "
+                f"{self.per_device_train_batch_size} * {a} * {self.world_size} = {num_rows} rows per optimizer step, "
+                f"not a multiple of num_generations={self.num_generations}: a group would be split over optimizer "
+                f"steps. Nearest valid gradient_accumulation_steps: {nearest}."
+            )
+
+    def resolve(self, family: Family) -> None:
+        """Fill in what was left to the family, and check it."""
+        if self.mask_law is None:
+            self.mask_law = family.mask_law
+        if self.mask_law == "full":  # one mask only: the family's number of draws does not apply
+            self.mc_sampling = self.mc_sampling or "independent"
+            self.num_mc_samples = self.num_mc_samples or 1
+        self.mc_sampling = self.mc_sampling or family.mc_sampling
+        self.num_mc_samples = self.num_mc_samples or family.num_mc_samples
+        self.block_length = self.block_length or min(family.block_length, self.max_completion_length)
+        if self.num_denoising_steps is None:
+            self.num_denoising_steps = -(-self.block_length // family.tokens_per_step)
+        check_draws(self.mask_law, self.mc_sampling, self.num_mc_samples)
+        self.sampling_settings(num_denoising_steps=self.num_denoising_steps)
+
+    def likelihood_settings(self, *, mask_token_id: int, end_token_id: int) -> LikelihoodSettings:
+        """The likelihood's part of a resolved configuration."""
+        # `resolve` has filled these in
+        assert self.mask_law and self.mc_sampling and self.num_mc_samples and self.block_length
+        return LikelihoodSettings(
+            mask_token_id=mask_token_id,
+            mask_law=self.mask_law,
+            mc_sampling=self.mc_sampling,
+            num_mc_samples=self.num_mc_samples,
+            block_length=self.block_length,
+            window_length=self.max_completion_length,
+            seed=self.seed,
+            tail=self.tail,
+            end_token_id=end_token_id,
+            temperature=self.score_temperature,
+        )
+
+    def sampling_settings(self, **overrides: Any) -> SamplingSettings:
+        """The sampler's part of this configuration; raises where it does not fit together."""
+        names = [f.name for f in fields(SamplingSettings) if f.name in self.__dict__]
+        return SamplingSettings(**{**{name: self.__dict__[name] for name in names}, **overrides})

@@ -1,0 +1,552 @@
+# SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
+# SPDX-License-Identifier: Apache-2.0
+"""
+[`StableDRLTrainer`]: TRL's `GRPOTrainer` with Monte Carlo ELBO proxies for next-token log-probabilities and the
+StableDRL objective for its loss. Formulas are in `core/`; this file reads the configuration, moves tensors and logs.
+"""
+
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+
+from . import _compat
+from .batching import EVALUATION_ROWS, Batch, in_row_order, left_padded
+from .checks import check_args, check_datasets, check_output_dir, load_run_state, resume_request, save_run_state
+from .core import objective
+from .core.elbo import sandwich
+from .core.noise import Stream, random_bits
+from .likelihood import RowScores, Rows, plan_masks, score_elbo, score_rows
+from .models.facts import model_facts
+from .progress import token_bar
+from .run_metrics import (
+    OptimizerTimer,
+    PhaseClock,
+    count_groups_without_signal,
+    gathered,
+    rollout_metrics,
+    score_metrics,
+)
+from .samplers.full import sample_full
+from .stabledrl_config import StableDRLConfig
+
+logger = get_logger(__name__)
+
+PREPARATION = ("rollout", "reward", "old_likelihood", "reference_likelihood", "weights")
+"""Phases that run inside a training step before its forward and backward passes."""
+
+
+class StableDRLTrainer(GRPOTrainer):
+    """
+    Trainer for StableDRL, reinforcement learning for masked diffusion language models. The method is described in
+    [Stabilizing Reinforcement Learning for Diffusion Language Models](https://huggingface.co/papers/2603.06743).
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl_stabledrl import StableDRLConfig, StableDRLTrainer
+    from trl_stabledrl.rewards import gsm8k_reward
+
+    trainer = StableDRLTrainer(
+        model="GSAI-ML/LLaDA-8B-Instruct",
+        reward_funcs=gsm8k_reward,
+        args=StableDRLConfig(output_dir="llada-gsm8k"),
+        train_dataset=load_dataset("json", data_files="prompts.jsonl", split="train"),  # columns `prompt`, `answer`
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            As in [`~trl.GRPOTrainer`]. A masked diffusion model of a known family.
+        reward_funcs (`RewardFunc | list[RewardFunc]`, *optional*):
+            As in [`~trl.GRPOTrainer`].
+        args ([`StableDRLConfig`], *optional*):
+            Configuration. Defaults to one with `output_dir` named after the model.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Must have a column `prompt`, plain or conversational; other columns go to the reward functions.
+        eval_dataset ([`~datasets.Dataset`] or `dict`, *optional*):
+            As `train_dataset`.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Tokenizer; loaded from the model's path when absent.
+        reward_processing_classes (*optional*):
+            As in [`~trl.GRPOTrainer`].
+        callbacks (`list[TrainerCallback]`, *optional*):
+            As in [`~trl.GRPOTrainer`].
+        optimizers (`tuple`, *optional*):
+            As in [`~trl.GRPOTrainer`].
+        quantization_config (*optional*):
+            As in [`~trl.GRPOTrainer`].
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            As in [`~trl.GRPOTrainer`].
+    """
+
+    _tag_names = ["trl", "stabledrl"]
+    _name = "StableDRL"
+    _paper = {
+        "title": "Stabilizing Reinforcement Learning for Diffusion Language Models",
+        "id": "2603.06743",
+        "citation": textwrap.dedent("""\
+            @article{stabledrl2026,
+                title        = {{Stabilizing Reinforcement Learning for Diffusion Language Models}},
+                year         = 2026,
+                eprint       = {arXiv:2603.06743},
+            }"""),
+    }
+
+    args: StableDRLConfig
+    model: Any
+    _buffered_inputs: Any
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | Any",
+        reward_funcs: Any = None,
+        args: StableDRLConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Any] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else model.config.name_or_path
+            args = StableDRLConfig(f"{name.split('/')[-1]}-StableDRL")
+        # everything that can be wrong is looked at before any weight is loaded
+        check_args(args, StableDRLConfig, trainer=type(self).__name__)
+        check_datasets(train_dataset, eval_dataset, columns=("prompt",))
+        if not reward_funcs:
+            raise ValueError("reward_funcs is empty: pass at least one reward function, as a callable or a model id.")
+        facts = model_facts(model, processing_class, revision=(args.model_init_kwargs or {}).get("revision"))
+        args.resolve(facts.family)
+        self.end_token_ids = facts.end_token_ids
+        self.likelihood_settings = args.likelihood_settings(
+            mask_token_id=facts.mask_token_id, end_token_id=facts.end_token_ids[0]
+        )
+        self.sampling_settings = args.sampling_settings()
+        self.log_clip_low, self.log_clip_high = objective.log_clip_bounds(
+            epsilon=args.epsilon, clip_mode=args.clip_mode, ratio_cap=args.ratio_cap
+        )
+        # counters that name the rows of the run; saved in every checkpoint
+        self.num_rollouts = 0
+        self.num_eval_rows = 0
+        self.clock = PhaseClock()
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=facts.tokenizer,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        self.eos_token_ids = list(self.end_token_ids)  # TRL's metrics of truncation read them
+        self.add_callback(OptimizerTimer(self.clock))
+
+    # Rows: which they are, and what belongs to them
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    @property
+    def _micro_steps(self) -> tuple[int, int]:
+        """Micro-steps per generation and per optimizer step: `s` and `a`."""
+        assert self.args.steps_per_generation is not None  # GRPOConfig.__post_init__ sets it
+        return self.args.steps_per_generation, self.args.gradient_accumulation_steps
+
+    def _row_index(self, num_rows: int) -> Tensor:
+        """Run-wide index of this process's unshuffled rows, a pure function of the trainer's counters."""
+        if self.model.training:
+            assert self.args.generation_batch_size is not None  # GRPOConfig.__post_init__ sets it
+            start = self.num_rollouts * self.args.generation_batch_size
+        else:
+            start = EVALUATION_ROWS + self.num_eval_rows
+        start += self.accelerator.process_index * num_rows
+        return torch.arange(start, start + num_rows, device=self.accelerator.device)
+
+    def _rows(self, batch: Batch) -> Rows:
+        group_index = batch["row_index"] // self._group_size
+        return Rows(
+            prompt_ids=batch["prompt_ids"],
+            prompt_mask=batch["prompt_mask"].bool(),
+            completion_ids=batch["completion_ids"],
+            completion_mask=batch["completion_mask"].bool(),
+            noise_key=group_index if self.args.mask_sharing == "group" else batch["row_index"],
+        )
+
+    # Rollouts, and the scores that must be taken before the first update
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **kwargs):
+        start = time.perf_counter()
+        padded, is_prompt = left_padded(prompt_ids, pad_token_id=self.likelihood_settings.mask_token_id)
+        row_seeds = random_bits(self.args.seed, Stream.ROLLOUT, self._row_index(len(prompt_ids))).tolist()
+        shows_bar = self.accelerator.is_main_process and not self.args.disable_tqdm
+        with (
+            self._measured("rollout"),
+            _compat.unwrapped_for_generation(self.model_wrapped, self.accelerator, self.args) as model,
+            token_bar("rollout", is_shown=shows_bar) as progress,
+        ):
+            rollout = sample_full(
+                model,
+                padded.to(self.accelerator.device),
+                is_prompt.to(self.accelerator.device),
+                mask_token_id=self.likelihood_settings.mask_token_id,
+                end_token_ids=self.end_token_ids,
+                settings=self.sampling_settings,
+                row_seeds=row_seeds,
+                progress=progress,
+                any_rank_active=self._any_rank if self.accelerator.num_processes > 1 else None,
+            )
+        self._log_values(
+            rollout_metrics(
+                self.accelerator,
+                rollout,
+                prompt_ids,
+                end_token_ids=self.end_token_ids,
+                seconds=time.perf_counter() - start,
+            )
+        )
+        return rollout.completion_ids, None
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        """Score the unshuffled rows of a fresh generation under the masks of every inner iteration: `(B, mu)`."""
+        is_reference = model is self.ref_model or _compat.is_reference_active(model)
+        if not is_reference and (not self.model.training or self.args.mask_coupling == "independent"):
+            return None, None, None  # evaluation is on policy; independent old scores have their own masks
+        batch = {
+            "prompt_ids": input_ids[:, :-logits_to_keep],
+            "prompt_mask": attention_mask[:, :-logits_to_keep],
+            "completion_ids": input_ids[:, -logits_to_keep:],
+            "completion_mask": attention_mask[:, -logits_to_keep:],
+            "row_index": self._row_index(len(input_ids)),
+        }
+        iterations = list(range(self.num_iterations if self.model.training else 1))
+        s, a = self._micro_steps
+        if not is_reference and s <= a:
+            # under shared masks the first optimizer step after a rollout has ratio 1: no one reads its old scores
+            iterations[0] = None
+        with self._measured("reference_likelihood" if is_reference else "old_likelihood"):
+            return self._score_iterations(model, batch, iterations, batch_size), None, None
+
+    def _score_iterations(self, model, batch: Batch, iterations: list[Any], batch_size: int | None) -> Tensor:
+        """`elbo_per_token` of each row under the masks of each iteration, NaN where that is None: `(B, mu)`."""
+        rows = self._rows(batch)
+        scores = torch.full((len(rows), len(iterations)), torch.nan, device=rows.prompt_ids.device)
+        for column, iteration in enumerate(iterations):
+            if iteration is not None:
+                elbo = score_elbo(
+                    model, rows, self.likelihood_settings, iteration=iteration, batch_size=batch_size or 0
+                )
+                scores[:, column] = elbo.mean(dim=1)
+        return scores
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        batch["row_index"] = self._row_index(len(inputs))
+        if not self.model.training:
+            self.num_eval_rows += len(inputs) * self.accelerator.num_processes
+            return batch
+        if self.args.mask_coupling == "independent":
+            # negative iterations: masks that no update uses
+            iterations = [-1 - iteration for iteration in range(self.num_iterations)]
+            with self._measured("old_likelihood"):
+                batch["old_per_token_logps"] = self._score_iterations(
+                    self.model, batch, iterations, self.args.per_device_train_batch_size
+                )
+        self.num_rollouts += 1
+        return batch
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        with self._measured("reward"):
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+    # Weights: over whole groups, before the micro-steps of an optimizer step
+
+    def _prepare_inputs(self, generation_batch):
+        is_training = self.model.training
+        s, a = self._micro_steps
+        is_fresh = is_training and (self._step % (s * self.num_iterations) == 0 or self._buffered_inputs is None)
+        batch = super()._prepare_inputs(generation_batch)
+        if not is_training:
+            no_row = torch.zeros_like(batch["row_index"], dtype=torch.bool)
+            return {**batch, "iteration": 0, "is_on_policy": True, "is_excluded": no_row}
+        if is_fresh:
+            self._buffered_inputs = in_row_order(self.accelerator, self._buffered_inputs)
+            advantages, row_index = self._concatenated(self._buffered_inputs, "advantages", "row_index")
+            num_silent = count_groups_without_signal(self.accelerator, advantages, row_index // self._group_size)
+            self._log_values({"zero_std_groups": num_silent})
+        position, iteration = self._step % s, self._step // s % self.num_iterations
+        if position % min(a, s) == 0:
+            is_on_policy = self.args.mask_coupling == "shared" and iteration == 0 and position < a
+            with self._measured("weights"):
+                self._weigh(self._window(position), is_on_policy=is_on_policy, iteration=iteration)
+        return self._buffered_inputs[position]
+
+    def _window(self, position: int) -> list[Batch]:
+        """Micro-batches of the optimizer step around `position` that belong to the current generation."""
+        size = min(self._micro_steps)  # with a > s the later ones do not exist yet
+        return self._buffered_inputs[position - position % size :][:size]
+
+    @staticmethod
+    def _concatenated(window: list[Batch], *names: str) -> list[Tensor]:
+        return [torch.cat([batch[name] for batch in window]) for name in names]
+
+    def _weigh(self, window: list[Batch], *, is_on_policy: bool, iteration: int, is_forced: bool = False) -> None:
+        """
+        Write each row's weight into the micro-batches of an optimizer step.
+
+        No pass is paid where none is needed: on policy every ratio is 1, and where each micro-step holds whole groups
+        over all processes its gradient pass supplies the ratios, and `_compute_loss` the weights. Both are decided
+        from the configuration, hence alike on every process. `is_forced` pays for the pass all the same.
+        """
+        num_rows = len(window[0]["row_index"]) * self.accelerator.num_processes
+        holds_whole_groups = num_rows % self._group_size == 0
+        needs_pass = not is_on_policy or self.beta != 0.0  # the KL is linearised around the row's score
+        for batch in window:
+            batch["iteration"], batch["is_on_policy"] = iteration, is_on_policy
+            batch["is_excluded"] = torch.zeros_like(batch["row_index"], dtype=torch.bool)
+            for name in ("weight", "elbo", "log_ratio"):
+                batch.pop(name, None)
+        if needs_pass and holds_whole_groups and not is_forced:
+            return
+        for batch in window:
+            elbo = torch.zeros_like(batch["advantages"])
+            if needs_pass or is_forced:
+                elbo = score_elbo(self.model, self._rows(batch), self.likelihood_settings, iteration=iteration).mean(1)
+                batch["is_excluded"] = ~elbo.isfinite()
+            self._set_log_ratio(batch, elbo)
+        self._set_weights(window)
+
+    def _set_log_ratio(self, batch: Batch, elbo: Tensor) -> None:
+        """Write each row's score and log-ratio; the latter is NaN where it has none."""
+        length = batch["completion_mask"].sum(-1)
+        log_ratio = torch.zeros_like(elbo)  # on policy the ratio is one, and not one up to rounding
+        if not batch["is_on_policy"]:
+            old = batch["old_per_token_logps"][:, batch["iteration"]]
+            log_ratio = objective.log_ratio(elbo, old, length, normalization=self.args.ratio_normalization)
+        is_scorable = elbo.isfinite() & (length > 0) & ~batch["is_excluded"]
+        batch["elbo"] = elbo
+        batch["log_ratio"] = log_ratio.masked_fill(~is_scorable, torch.nan)
+
+    def _set_weights(self, window: list[Batch]) -> None:
+        """Write the self-normalised weights of the micro-batches' rows, over whole groups from every process."""
+        local_ratio, row_index = self._concatenated(window, "log_ratio", "row_index")
+        has_tokens = torch.cat([batch["completion_mask"].sum(-1) > 0 for batch in window])
+        log_ratio = gathered(self.accelerator, local_ratio)
+        group_index = gathered(self.accelerator, row_index) // self._group_size
+        num_scored = int(gathered(self.accelerator, has_tokens).sum())
+        if num_scored and not log_ratio.isfinite().any():
+            raise RuntimeError(
+                f"Step {self.state.global_step}: all {num_scored} scored rows of the optimizer step have a non-finite "
+                f"likelihood (groups {sorted(set(group_index.tolist()))}). The model has diverged: resume from an "
+                "earlier checkpoint with a smaller learning_rate."
+            )
+        bounds = {"log_clip_low": self.log_clip_low, "log_clip_high": self.log_clip_high}
+        weights = objective.self_normalized_weights(log_ratio, group_index, **bounds)
+        metrics = objective.weight_metrics(log_ratio, weights, group_index, **bounds)
+        self._log_values({name: value.item() for name, value in metrics.items()})
+        start = self.accelerator.process_index * len(local_ratio)
+        parts = weights[start : start + len(local_ratio)].split([len(batch["row_index"]) for batch in window])
+        for batch, weight in zip(window, parts, strict=True):
+            batch["weight"] = weight
+
+    # The loss: linear in the scores, so that one row's activations of one draw are all that need be alive
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with self._measured("forward_backward", inner=PREPARATION):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _compute_loss(self, model, inputs):
+        batch = inputs
+        rows = self._rows(batch).without(batch["is_excluded"], filler=self.likelihood_settings.mask_token_id)
+        units = self._units(has_weights="weight" in batch)
+        losses: list[Tensor] = []
+        scores: list[RowScores] = []
+        for index, draws in enumerate(units):
+            is_last = index == len(units) - 1
+            with nullcontext() if is_last else self._without_gradient_sync(model):
+                score = self._score(model, batch, rows, draws)
+                is_lost = ~score.elbo.isfinite() & (rows.completion_length > 0)
+                if self._any_rank(bool(is_lost.any())):
+                    self._exclude(model, batch, is_lost, done=units[:index])
+                    return self._compute_loss(model, batch)
+                if "weight" not in batch:
+                    self._set_log_ratio(batch, score.elbo.detach())
+                    self._set_weights([batch])
+                loss = self._loss(batch, score, batch["weight"])
+                if not is_last:
+                    self._backward(loss)
+                    loss = loss.detach()
+            losses.append(loss)
+            scores.append(score)
+        elbo = torch.stack([score.elbo.detach() for score in scores]).sum(0) * rows.completion_length  # summed nats
+        entropy = torch.stack([score.entropy for score in scores]).sum()
+        num_scored = torch.stack([score.num_scored for score in scores]).sum()
+        self._log_values(score_metrics(self.accelerator, elbo, batch["log_ratio"].isfinite(), entropy, num_scored))
+        return torch.stack(losses).sum() + self._kl_offset(batch)
+
+    def _units(self, *, has_weights: bool) -> list[list[int]]:
+        """Draws that share one graph: each alone, unless the weights or the surrogate need all of them at once."""
+        draws = list(range(self.likelihood_settings.num_mc_samples))
+        is_separable = has_weights and self.args.surrogate == "elbo" and self.model.training
+        return [[draw] for draw in draws] if is_separable else [draws]
+
+    def _score(self, model, batch: Batch, rows: Rows, draws: list[int]) -> RowScores:
+        plan = plan_masks(rows, self.likelihood_settings, iteration=batch["iteration"])
+        eubo_beta = self.args.eubo_beta if self.args.surrogate == "sandwich" else None
+        return score_rows(model, rows, plan, draws, self.likelihood_settings, eubo_beta=eubo_beta)
+
+    def _loss(self, batch: Batch, score: RowScores, weight: Tensor) -> Tensor:
+        advantage = batch["advantages"].to(score.elbo.dtype)
+        surrogate = score.elbo if score.eubo is None else sandwich(score.elbo, score.eubo, advantage)
+        num_rows = self._num_rows_in_update(batch)
+        loss = objective.policy_loss(
+            surrogate, weight.to(score.elbo.dtype), advantage, num_prompts=num_rows / self._group_size
+        )
+        if self.beta != 0.0:
+            _, slope = self._kl(batch)
+            loss = loss + self.beta * (slope * score.elbo).sum() / num_rows
+        return loss
+
+    def _kl(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """KL of each row and its derivative by the row's score; zero where the row has no score."""
+        difference = batch["ref_per_token_logps"][:, batch["iteration"]] - batch["elbo"]
+        difference = torch.where(batch["log_ratio"].isfinite(), difference, 0.0)
+        return objective.kl_estimate(difference, estimator=self.args.kl_estimator)
+
+    def _kl_offset(self, batch: Batch) -> Tensor | float:
+        """What the linearised KL lacks for the loss to show its value; a constant."""
+        if self.beta == 0.0:
+            return 0.0
+        kl, slope = self._kl(batch)
+        self._log_values({"kl": gathered(self.accelerator, kl).mean().item()})
+        score = torch.where(batch["log_ratio"].isfinite(), batch["elbo"], 0.0)
+        return self.beta * (kl - slope * score).sum() / self._num_rows_in_update(batch)
+
+    def _num_rows_in_update(self, batch: Batch) -> int:
+        """Rows of this process in the whole optimizer step; the mean over processes makes it the global number."""
+        num_micro_batches = self.current_gradient_accumulation_steps if self.model.training else 1
+        return len(batch["row_index"]) * num_micro_batches
+
+    def _exclude(self, model, batch: Batch, is_lost: Tensor, *, done: list[list[int]]) -> None:
+        """
+        Leave out rows whose score turned out not to be finite, and weigh the others anew.
+
+        Where weights were taken for granted (on policy, no pass of their own), part of the optimizer step has been
+        propagated with them. The loss being linear in the scores, passing the same rows again with the difference of
+        the weights puts that right.
+        """
+        if "weight" not in batch or not self.model.training:
+            batch["is_excluded"] = batch["is_excluded"] | is_lost
+            return
+        position = self._step % self._micro_steps[0]
+        window = self._window(position)
+        num_earlier = position % len(window)
+        weights = [part["weight"] for part in window]
+        self._weigh(window, is_on_policy=batch["is_on_policy"], iteration=batch["iteration"], is_forced=True)
+        batch["is_excluded"] = batch["is_excluded"] | is_lost
+        every_unit = self._units(has_weights=True)
+        corrections = [
+            (part, part["weight"] - weight, every_unit) for part, weight in zip(window, weights, strict=True)
+        ]
+        for part, weight, units in [*corrections[:num_earlier], (batch, -weights[num_earlier], done)]:
+            for draws in units:
+                with self._without_gradient_sync(model):
+                    # these passes were finite, whoever is excluded now
+                    self._backward(self._loss(part, self._score(model, part, self._rows(part), draws), weight))
+
+    @contextmanager
+    def _without_gradient_sync(self, model) -> Iterator[None]:
+        """
+        Forward and backward that only accumulate. Under ZeRO-3 a plain second backward in one micro-step is silently
+        wrong: accelerate steps the engine in every backward while gradients are to be synchronised.
+        """
+        state, is_synced = self.accelerator.gradient_state, self.accelerator.sync_gradients
+        state._set_sync_gradients(False)
+        try:
+            with self.accelerator.no_sync(model):
+                yield
+        finally:
+            state._set_sync_gradients(is_synced)
+
+    def _backward(self, loss: Tensor) -> None:
+        kwargs = {"scale_wrt_gas": False} if self.accelerator.distributed_type == DistributedType.DEEPSPEED else {}
+        self.accelerator.backward(loss, **kwargs)
+
+    def _any_rank(self, flag: bool) -> bool:
+        if self.accelerator.num_processes == 1:
+            return flag
+        return bool(gathered(self.accelerator, torch.tensor([flag], device=self.accelerator.device)).any())
+
+    # Logs and checkpoints
+
+    def _measured(self, phase: str, *, inner: tuple[str, ...] = ()) -> Any:
+        return self.clock.measure(phase, inner=inner) if self.model.training else nullcontext()
+
+    def _log_values(self, values: dict[str, float]) -> None:
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in values.items():
+            metrics[name].append(value)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model.training:
+            self._log_values(self.clock.flush(self.state.global_step))
+        super().log(logs, start_time)
+
+    def evaluation_loop(self, *args, **kwargs):
+        self.num_eval_rows = 0  # the same noise in every evaluation, so that two of them can be compared
+        return super().evaluation_loop(*args, **kwargs)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ):
+        request = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        resume_from_checkpoint = resume_request(request)
+        if self.state.global_step == 0:
+            check_output_dir(self.args.output_dir, resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+            save_run_state(folder, num_rollouts=self.num_rollouts, micro_steps=self._step)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        state = load_run_state(Path(checkpoint))
+        self.num_rollouts, self._step = state["num_rollouts"], state["micro_steps"]
+        s, a = self._micro_steps
+        if self._step % (s * self.num_iterations):
+            logger.warning(
+                "The checkpoint was saved inside a generation, whose rollouts are not part of it: the remaining steps "
+                "of that generation use new ones, and the run will not be the uninterrupted one. For an exact resume "
+                "set save_steps to a multiple of num_iterations * steps_per_generation / gradient_accumulation_steps "
+                f"= {self.num_iterations * s // a}."
+            )

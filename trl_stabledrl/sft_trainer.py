@@ -1,0 +1,176 @@
+# SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
+# SPDX-License-Identifier: Apache-2.0
+"""[`DiffusionSFTTrainer`]: supervised masked-diffusion training, with the likelihood that StableDRL scores with."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl import SFTTrainer
+
+from . import _compat
+from .batching import left_padded, right_padded
+from .checks import check_dataset, load_run_state, save_run_state
+from .core.elbo import elbo_per_token_by_draw
+from .likelihood import LikelihoodSettings, Rows, plan_masks, score_draws
+from .models.families import check_vocabulary, end_token_ids_of, family_of, mask_token_id_of
+from .sft_config import DiffusionSFTConfig
+
+EVALUATION_ROWS = 1 << 40
+"""First row index of evaluations, far above any training row, so that the two never share masks."""
+
+
+def _check_examples(name: str, dataset: Any) -> None:
+    is_tokenized = isinstance(dataset, Dataset) and "input_ids" in dataset.column_names
+    check_dataset(
+        name, dataset, columns=("input_ids", "completion_mask") if is_tokenized else ("prompt", "completion")
+    )
+
+
+class DiffusionSFTTrainer(SFTTrainer):
+    """
+    Trainer for supervised fine-tuning of masked diffusion models: the loss is the negative Monte Carlo ELBO of the
+    completion given the prompt, in nats per completion token of the whole optimizer step.
+
+    Example:
+
+    ```python
+    from datasets import Dataset
+    from trl_stabledrl import DiffusionSFTConfig, DiffusionSFTTrainer
+
+    dataset = Dataset.from_dict({"prompt": ["2+2="], "completion": ["4"]})
+    trainer = DiffusionSFTTrainer("GSAI-ML/LLaDA-8B-Base", DiffusionSFTConfig("llada-sft"), train_dataset=dataset)
+    trainer.train()
+    ```
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            As in [`~trl.SFTTrainer`]. A masked diffusion model of a known family.
+        args ([`DiffusionSFTConfig`], *optional*):
+            Configuration.
+        train_dataset ([`~datasets.Dataset`]):
+            Must have the columns `prompt` and `completion`, plain or conversational, or be tokenized already:
+            `input_ids` and `completion_mask`, then used as it is, without an end token added.
+        eval_dataset ([`~datasets.Dataset`] or `dict`, *optional*):
+            As `train_dataset`.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Tokenizer; loaded from the model's path when absent.
+        kwargs:
+            The other arguments of [`~trl.SFTTrainer`]: `callbacks`, `optimizers`, `peft_config`, ...
+    """
+
+    # the loss is divided by the tokens of the whole optimizer step, over accumulation and processes
+    loss_is_scaled_for_ga = True
+    _tag_names = ["trl", "diffusion-sft"]
+    _name = "DiffusionSFT"
+
+    args: DiffusionSFTConfig
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | Any",
+        args: DiffusionSFTConfig | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ):
+        model_path = model if isinstance(model, str) else None
+        if args is None:
+            name = model_path or _compat.config_model_id(model.config)
+            args = DiffusionSFTConfig(f"{name.split('/')[-1]}-SFT")
+        if not isinstance(args, DiffusionSFTConfig):
+            raise TypeError(f"args is a {type(args).__name__}, but DiffusionSFTTrainer needs a DiffusionSFTConfig.")
+        _check_examples("train_dataset", train_dataset)
+        if eval_dataset is not None:
+            for part in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+                _check_examples("eval_dataset", part)
+        if model_path is not None:
+            init_kwargs = args.model_init_kwargs or {}
+            config = AutoConfig.from_pretrained(model_path, revision=init_kwargs.get("revision"))
+        else:
+            config = model.config
+        family_of(config)
+        if processing_class is None:
+            processing_class = AutoTokenizer.from_pretrained(model_path or _compat.config_model_id(config))
+        self.likelihood_settings = LikelihoodSettings(
+            mask_token_id=mask_token_id_of(config, processing_class),
+            mask_law=args.mask_law,
+            mc_sampling=args.mc_sampling,
+            num_mc_samples=args.num_mc_samples,
+            block_length=args.block_length,
+            window_length=args.max_completion_length,
+            seed=args.seed,
+            tail=args.tail,
+            end_token_id=end_token_ids_of(config, processing_class)[0],
+        )
+        self.num_rows = 0
+        super().__init__(
+            model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        check_vocabulary(base_model.config, processing_class, base_model.get_input_embeddings().num_embeddings)
+
+    def _rows(self, inputs: dict[str, Tensor]) -> Rows:
+        """Split TRL's right-padded examples into prompt and completion, with the run-wide index of each."""
+        examples = list(
+            zip(inputs["input_ids"], inputs["labels"] != -100, inputs["attention_mask"].bool(), strict=True)
+        )
+        prompts = [ids[is_real & ~is_label].tolist() for ids, is_label, is_real in examples]
+        completions = [ids[is_real & is_label].tolist() for ids, is_label, is_real in examples]
+        prompt_ids, is_prompt = left_padded(prompts, pad_token_id=self.likelihood_settings.mask_token_id)
+        completion_ids, is_completion = right_padded(completions, pad_token_id=self.likelihood_settings.mask_token_id)
+        start = self.num_rows + self.accelerator.process_index * len(examples)
+        row_index = torch.arange(start, start + len(examples))
+        return Rows(prompt_ids, is_prompt, completion_ids, is_completion, row_index).to(inputs["input_ids"].device)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if return_outputs:
+            raise ValueError("DiffusionSFTTrainer has no logits to return: set compute_metrics=None.")
+        rows = self._rows(inputs)
+        self.num_rows += len(rows) * self.accelerator.num_processes
+        plan = plan_masks(rows, self.likelihood_settings)
+        logps = score_draws(model, rows, plan, self.likelihood_settings).logps
+        elbo_per_token = elbo_per_token_by_draw(logps, plan.weight.to(logps.dtype)).mean(dim=1)  # (B,)
+        elbo = (elbo_per_token * rows.completion_length).sum()
+        num_tokens = rows.completion_length.sum()
+        sums = torch.stack([elbo.detach().double(), num_tokens.double()])
+        total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["elbo_per_token"].append(total / max(count, 1.0))
+        if self.model.training:
+            self._total_train_tokens += int(self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum"))
+        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+        if num_items_in_batch is None:
+            return -elbo / num_tokens.clamp(min=1)
+        # counted over every process, while DDP averages gradients over processes
+        num_copies = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        return -elbo * num_copies / torch.as_tensor(num_items_in_batch, device=elbo.device).clamp(min=1)
+
+    def evaluation_loop(self, *args, **kwargs):
+        num_rows, self.num_rows = self.num_rows, EVALUATION_ROWS  # the same masks in every evaluation
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.num_rows = num_rows
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+            save_run_state(folder, num_rows=self.num_rows)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.num_rows = load_run_state(Path(checkpoint))["num_rows"]

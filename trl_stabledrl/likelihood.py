@@ -133,7 +133,7 @@ class LikelihoodSettings:
             raise ValueError(f"block_length={self.block_length} must be at least 1: it counts the tokens of a block.")
         if not self.temperature > 0.0:
             raise ValueError(
-                f"score_temperature={self.temperature} must be above 0: a greedy distribution has no log-probabilities. "
+                f"score_temperature={self.temperature} must be above 0: a greedy distribution has no logarithm. "
                 "Use 1.0 for the model's own distribution."
             )
 
@@ -232,7 +232,10 @@ def noised_inputs(rows: Rows, plan: MaskPlan, draw: int, settings: LikelihoodSet
     window = settings.window_length
     position = torch.arange(window, device=rows.completion_ids.device)
     is_tail = position >= rows.completion_length[:, None]  # (B, W)
-    filler = settings.end_token_id if settings.tail == "eos" else settings.mask_token_id
+    filler = settings.mask_token_id
+    if settings.tail == "eos":
+        assert settings.end_token_id is not None  # checked by the settings
+        filler = settings.end_token_id
     completion_ids = torch.nn.functional.pad(rows.completion_ids, (0, window - num_completion), value=0)
     completion_ids = completion_ids.masked_fill(is_tail, filler)
     completion_ids = completion_ids.masked_fill(plan.is_noised[:, draw], settings.mask_token_id)

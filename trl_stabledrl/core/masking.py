@@ -51,7 +51,8 @@ def check_draws(law: str, sampling: str, num_draws: int) -> None:
         raise ValueError(f"num_mc_samples={num_draws} must be at least 1.")
     if law == "full" and num_draws > 1:
         raise ValueError(
-            f"num_mc_samples={num_draws} with mask_law='full' would repeat one and the same mask. Use num_mc_samples=1."
+            f"num_mc_samples={num_draws} with mask_law='full' would repeat one and the same mask. Use "
+            "num_mc_samples=1."
         )
     if sampling == "complementary" and law != "full" and num_draws % 2:
         raise ValueError(
@@ -86,8 +87,8 @@ def draw_mask_plan(
     | law | masked | scored | weight |
     |---|---|---|---|
     | `uniform` | `k ~ U{1..C}` tokens of the completion | those | `1/k` |
-    | `block_suffix` | `k ~ U{1..len_b}` of a random block, all later tokens, others with probability 0.15 | every masked completion token | `1/(number scored)` |
-    | `semi_ar` | as above without the 0.15 | the `k` of the block | `K len_b / (k C)` |
+    | `block_suffix` | as `semi_ar`; prompt and earlier tokens with probability 0.15 | the completion's | `1/scored` |
+    | `semi_ar` | `k ~ U{1..len_b}` of a random block and all later tokens | the `k` of the block | `K len_b / (k C)` |
     | `full` | the whole completion | all | `1/C` |
 
     Rows that share a `noise_key` share one uniform number and one random order of window positions per draw, and each

@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+import trl_stabledrl
+from tests.tiny import published_llada_folder, tiny_tokenizer
+from trl_stabledrl.cli.main import main
+from trl_stabledrl.cli.train import make_parser
+
+RECIPES = sorted(trl_stabledrl.recipes_folder().glob("*.yaml"))
+TRAINING = [path for path in RECIPES if path.stem != "quickstart"]
+RELEASED = [path for path in TRAINING if path.stem.endswith("_released")]
+LAUNCHING = sorted(trl_stabledrl.recipes_folder().glob("accelerate/*.yaml"))
+# one row of each public dataset's shape, where the Hub would be asked
+ROWS = {
+    "openai/gsm8k": {"question": "What is 6 times 7?", "answer": "6*7=42 #### 42"},
+    "DigitalLearningGmbH/MATH-lighteval": {"problem": "Halve one.", "solution": r"\boxed{\frac{1}{2}}"},
+}
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+    folder = published_llada_folder(tmp_path_factory.mktemp("models") / "llada")
+    tiny_tokenizer(chat_template=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    def load_dataset(source, config_name=None, *, split):
+        return datasets.Dataset.from_list([ROWS[source]] * 256)
+
+    monkeypatch.setattr("trl_stabledrl.data._load.load_dataset", load_dataset)
+
+
+def test_recipes_are_the_ones_this_file_knows():
+    tasks = ("countdown", "gsm8k", "math", "sudoku")
+    names = [f"llada_8b_{task}{suffix}" for task in tasks for suffix in ("", "_released")]
+    assert [path.stem for path in TRAINING] == names
+    assert [path.stem for path in LAUNCHING] == ["cpu", "ddp", "single_gpu", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_recipe_dry_runs_on_a_tiny_model(path, chat_folder, no_hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    flags = ["--model_name_or_path", str(chat_folder), "--use_cpu", "--dry_run", "--num_train_prompts", "128"]
+
+    assert main(["train", "--config", str(path), *flags]) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "data 128 prompts, 128 held out" in shown
+    # one of the 8 processes: an eighth of 512 rows
+    assert "update 64 rows = 4 prompts x 16 completions (1 process x 4 x 16 micro-steps)" in shown
+    assert "64 rows every 2 updates; 256 tokens in 8 blocks of 32, 16 steps each: 128 forward passes" in shown
+    assert "2 inner iterations" in shown
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_recipe_has_the_released_optimizer(path):
+    recipe = yaml.safe_load(path.read_text())
+
+    rate = 1e-6 if recipe["task"] in ("countdown", "sudoku") else 2e-6
+    expected = {
+        "learning_rate": rate,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.99,
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.2,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 0,
+        "max_steps": 2000,
+        "seed": 113,
+        "num_generations": 16,
+        "num_iterations": 2,
+        "temperature": 0.9,
+        "beta": 0.0,
+        "dtype": "bfloat16",
+    }
+    assert expected.items() <= recipe.items()
+    assert 8 * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] == 32 * 16
+    assert recipe["save_steps"] % recipe["num_iterations"] == 0
+    assert recipe["output_dir"] == f"outputs/{path.stem}"
+
+
+@pytest.mark.parametrize("path", RELEASED, ids=lambda path: path.stem)
+def test_released_recipe_has_the_released_choices(path):
+    recipe = yaml.safe_load(path.read_text())
+
+    expected = {
+        "mask_law": "block_suffix",
+        "mc_sampling": "independent",
+        "mask_coupling": "independent",
+        "num_mc_samples": 2,
+        "surrogate": "sandwich",
+        "eubo_beta": 1.5,
+        "clip_mode": "upper",
+        "ratio_cap": 5.0,
+    }
+    assert expected.items() <= recipe.items()
+    assert recipe["reward_funcs"][-1] == "anti_short_reward"
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_header_says_how_to_start_and_what_to_aim_at(path):
+    header = [line for line in path.read_text().split("\n\n")[0].splitlines() if line.startswith("#")]
+    text = "\n".join(header)
+
+    assert f"trl-stabledrl train --config {path.stem} --accelerate_config zero3" in text
+    assert f"scripts/train.py --config recipes/{path.name}" in text
+    aim = {"countdown": "84.4", "gsm8k": "84.2", "math": "45.2", "sudoku": "91.5"}[path.stem.split("_")[2]]
+    assert aim in text
+
+
+def test_recipe_is_found_by_name_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    _, args, model_args, _ = make_parser().parse(["--config", "llada_8b_gsm8k", "--use_cpu"])
+
+    assert args.max_grad_norm == 0.2
+    assert model_args.model_name_or_path == "GSAI-ML/LLaDA-8B-Instruct"
+
+
+@pytest.mark.parametrize("path", LAUNCHING, ids=lambda path: path.stem)
+def test_accelerate_reads_its_configuration(path):
+    config = load_config_from_file(str(path))
+    assert isinstance(config, ClusterConfig)
+
+    zero = {"zero2": 2, "zero3": 3}.get(path.stem)
+    assert config.num_processes == {"cpu": 2, "single_gpu": 1}.get(path.stem, 8)
+    assert config.use_cpu == (path.stem == "cpu")
+    assert (config.deepspeed_config or {}).get("zero_stage") == zero
+
+
+def test_countdown_weights_give_the_released_values():
+    from trl_stabledrl.rewards import load_reward
+
+    recipe = yaml.safe_load((Path(trl_stabledrl.recipes_folder()) / "llada_8b_countdown_released.yaml").read_text())
+    texts = ["<answer>8*3+1</answer>", "<answer>8*3*1</answer>", "<answer>8*3</answer>"]
+    columns = json.loads('{"target": [25, 25, 25], "numbers": [[1, 3, 8], [1, 3, 8], [1, 3, 8]]}')
+
+    total = [0.0] * 3
+    for name, weight in zip(recipe["reward_funcs"][:-1], recipe["reward_weights"][:-1], strict=True):
+        total = [a + weight * b for a, b in zip(total, load_reward(name)(texts, **columns), strict=True)]
+
+    assert total == pytest.approx([1.0, 0.1, 0.0])

@@ -8,8 +8,10 @@ position of the completion is an int from 0, the last prompt token is -1.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import chain, combinations, permutations, product
 from typing import Any
 
@@ -246,3 +248,169 @@ def kl(policy: float, reference: float, *, estimator: str) -> float:
     """Of one row's scores, nats per token."""
     d = reference - policy
     return {"k2": d * d / 2, "k3": math.exp(d) - 1 - d}[estimator]
+
+
+# The trainer's update
+
+
+def draws_of(
+    law: str,
+    sampling: str,
+    *,
+    seed: int,
+    key: int,
+    iteration: int,
+    num_draws: int,
+    length: int,
+    block_length: int,
+    prompt_length: int,
+) -> list[Draw]:
+    """The draws of one row in one inner iteration, from the hash alone."""
+    unit = 31  # bits of a uniform integer
+
+    def bits(stream: int, draw: int, *position: int) -> int:
+        return random_bits(seed, stream, key, iteration, draw, *position)
+
+    draws = []
+    for m in range(num_draws):
+        draw = m // 2 if sampling == "complementary" else m
+        blocks = blocks_of(length, block_length)
+        block = (bits(3, draw) >> (64 - unit)) * len(blocks) >> unit
+        active = blocks[block] if law in ("block_suffix", "semi_ar") else range(length)
+        order = sorted(active, key=lambda j, draw=draw: (bits(2, draw, j) + 2**63) % 2**64)  # as signed integers
+        stratum, num_strata = (m, num_draws) if sampling == "stratified" else (0, 1)
+        share = Fraction((stratum << unit) + (bits(1, draw) >> (64 - unit)) + 1, num_strata << unit)
+        k = math.ceil(len(active) * share)
+        chosen = frozenset(order[:k])
+        if sampling == "complementary" and m % 2:
+            chosen = frozenset(active) - chosen or chosen
+        coins = NOTHING
+        if law == "block_suffix":
+            tossed = range(-prompt_length, active.start)
+            coins = frozenset(j for j in tossed if bits(4, draw, j) >> (64 - unit) < round(COIN * 2**unit))
+        draws.append(draw_of(law, length, block_length, block=block, chosen=chosen, coins=coins))
+    return draws
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Every option of the update."""
+
+    group_size: int
+    window_length: int
+    block_length: int
+    mask_token_id: int
+    end_token_id: int
+    law: str = "block_suffix"
+    sampling: str = "complementary"
+    num_draws: int = 2
+    seed: int = 42
+    tail: str = "mask"
+    temperature: float = 1.0
+    coupling: str = "shared"
+    sharing: str = "none"
+    surrogate: str = "elbo"
+    eubo_beta: float = 1.5
+    low: float = -math.inf
+    high: float = math.log(6)
+    normalization: str = "token"
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A completion and what its update needs."""
+
+    index: int
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    """Up to and including the first end token; empty where nothing of it may be scored."""
+    advantage: float
+    old: Any
+    """The model that sampled it."""
+
+
+def row_scores(model: Any, row: Row, objective: Objective, *, iteration: int) -> tuple[Tensor, Tensor]:
+    """`elbo_per_token` and `eubo_per_token`, differentiable, from the full logits of one unpadded row."""
+    draws = draws_of(
+        objective.law,
+        objective.sampling,
+        seed=objective.seed,
+        key=row.index // objective.group_size if objective.sharing == "group" else row.index,
+        iteration=iteration,
+        num_draws=objective.num_draws,
+        length=len(row.completion),
+        block_length=objective.block_length,
+        prompt_length=len(row.prompt),
+    )
+    elbo = torch.zeros((), dtype=torch.float64)
+    by_position: dict[int, Tensor] = {}
+    for draw in draws:
+        log_probs = token_log_probs(
+            model,
+            row.prompt,
+            row.completion,
+            noised=draw.noised,
+            mask_token_id=objective.mask_token_id,
+            window_length=objective.window_length,
+            tail=objective.tail,
+            end_token_id=objective.end_token_id,
+            temperature=objective.temperature,
+        )
+        elbo = elbo + draw.weight * log_probs[sorted(draw.scored)].sum() / len(draws)
+        for j, odds in draw.odds:
+            term = odds * (objective.eubo_beta * log_probs[j]).exp() / len(draws)
+            by_position[j] = by_position[j] + term if j in by_position else term
+    eubo = torch.stack([mean.log() / objective.eubo_beta for mean in by_position.values()]).mean()
+    return elbo, eubo
+
+
+def update_loss(
+    model: Any, rows: Sequence[Row], objective: Objective, *, iteration: int, reference: Any = None
+) -> Tensor:
+    """
+    The loss of one optimizer step over `rows`, whole groups in any order.
+
+    A row without a token to score, or whose score is not finite, is left out of its group's weights and of the KL.
+    """
+    log_ratios, surrogates, divergences = [], [], []
+    for row in rows:
+        if not row.completion:
+            log_ratios.append(math.nan)
+            continue
+        elbo, eubo = row_scores(model, row, objective, iteration=iteration)
+        old_iteration = iteration if objective.coupling == "shared" else -1 - iteration
+        with torch.no_grad():
+            old, _ = row_scores(row.old, row, objective, iteration=old_iteration)
+        scale = len(row.completion) if objective.normalization == "sequence" else 1
+        log_ratios.append((elbo.item() - old.item()) * scale)
+        if not math.isfinite(log_ratios[-1]):
+            continue
+        is_mean = objective.surrogate == "sandwich" and row.advantage <= 0
+        surrogates.append(row.advantage * ((elbo + eubo) / 2 if is_mean else elbo))
+        if objective.beta:
+            with torch.no_grad():
+                target, _ = row_scores(reference, row, objective, iteration=iteration)
+            d = target - elbo
+            divergences.append(d * d / 2 if objective.kl_estimator == "k2" else d.exp() - 1 - d)
+    groups = [row.index // objective.group_size for row in rows]
+    shares = weights(log_ratios, groups, low=objective.low, high=objective.high)
+    shares = [share for share, x in zip(shares, log_ratios, strict=True) if math.isfinite(x)]
+    loss = torch.zeros((), dtype=torch.float64)
+    for share, surrogate in zip(shares, surrogates, strict=True):
+        loss = loss - share * surrogate / len(set(groups))
+    for divergence in divergences:
+        loss = loss + objective.beta * divergence / len(rows)
+    return loss
+
+
+def advantages(rewards: Sequence[float], group_size: int, *, scale: str = "none") -> list[float]:
+    """Rewards minus the group's mean, over the group's or the batch's standard deviation where asked."""
+    groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
+    result = []
+    for group in groups:
+        center = math.fsum(group) / group_size
+        spread = {"none": None, "group": group, "batch": rewards}[scale]
+        result += [(r - center) / (1.0 if spread is None else statistics.stdev(spread) + 1e-4) for r in group]
+    return result

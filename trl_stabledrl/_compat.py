@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 
@@ -72,17 +71,6 @@ def fused_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperat
 
 TILE_NUMBERS = 8 << 20
 """Logits held at once while scoring: 32 MB in float32."""
-
-
-def config_model_id(config: PreTrainedConfig) -> str:
-    r"""
-    Path or hub id a configuration was loaded from.
-
-    Remove when `trl.trainer.utils.get_config_model_id` becomes public in TRL.
-    """
-    from trl.trainer.utils import get_config_model_id
-
-    return get_config_model_id(config)
 
 
 @contextmanager

@@ -38,21 +38,38 @@ def right_padded(rows: Sequence[Sequence[int]], *, pad_token_id: int) -> tuple[T
     return ids.flip(1), is_real.flip(1)
 
 
+def gathered(accelerator: Accelerator, rows: Tensor) -> Tensor:
+    """Rows of every process, in the order of the processes."""
+    everyone = accelerator.gather(rows)
+    assert isinstance(everyone, Tensor)
+    return everyone
+
+
+def summed(accelerator: Accelerator, values: Sequence[Tensor | float]) -> list[float]:
+    """Sum numbers over processes, in one exchange."""
+    stacked = torch.stack([torch.as_tensor(value, device=accelerator.device).double() for value in values])
+    total = accelerator.reduce(stacked, reduction="sum")
+    assert isinstance(total, Tensor)
+    return total.tolist()
+
+
 def _gather_rows(accelerator: Accelerator, name: str, value: Tensor) -> Tensor:
     if value.dim() > 1:
         # prompts are padded on the left, everything else on the right; masks and ids alike are padded with zeros,
         # which is safe for ids because lengths come from the masks
-        value = accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt"))
-    return accelerator.gather(value)
+        padded = accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt"))
+        assert isinstance(padded, Tensor)
+        value = padded
+    return gathered(accelerator, value)
 
 
 def in_row_order(accelerator: Accelerator, slices: list[Batch]) -> list[Batch]:
     """
     Undo TRL's shuffle: hand out the rows of a generation in the order of `row_index`, over all processes.
 
-    Micro-step `j` of process `r` of `R` gets rows `[(j * R + r) * b, (j * R + r + 1) * b)`, so that every optimizer step
-    holds the rows that one process would hold, and a group is spread over as few micro-steps as possible. Token ids
-    and scores are exchanged, no activations.
+    Micro-step `j` of process `r` of `R` gets rows `[(j * R + r) * b, (j * R + r + 1) * b)`, so that every optimizer
+    step holds the rows that one process would hold, and a group is spread over as few micro-steps as possible. Token
+    ids and scores are exchanged, no activations.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):

@@ -30,8 +30,8 @@ def check_dataset(name: str, dataset: Any, *, columns: tuple[str, ...] = ("promp
     """Raise unless `dataset` is a dataset with rows and the given columns."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise ValueError(
-            f"{name} is {'missing' if dataset is None else f'a {type(dataset).__name__}'}. Pass a datasets.Dataset with "
-            f"the columns {', '.join(columns)}."
+            f"{name} is {'missing' if dataset is None else f'a {type(dataset).__name__}'}. Pass a datasets.Dataset "
+            f"with the columns {', '.join(columns)}."
         )
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError(f"{name} is empty: it has 0 rows. Pass at least one prompt.")
@@ -41,8 +41,8 @@ def check_dataset(name: str, dataset: Any, *, columns: tuple[str, ...] = ("promp
     for column in columns:
         if column not in found:
             raise ValueError(
-                f"{name} has no column '{column}', only {', '.join(found) or 'none'}. Rename the column that holds it: "
-                f"dataset.rename_column(old, '{column}')."
+                f"{name} has no column '{column}', only {', '.join(found) or 'none'}. Rename the column that holds "
+                f"it: dataset.rename_column(old, '{column}')."
             )
 
 
@@ -58,9 +58,15 @@ def check_args(args: Any, config_class: type, *, trainer: str) -> None:
     """Raise unless `args` is the trainer's own configuration."""
     if not isinstance(args, config_class):
         raise TypeError(
-            f"args is a {type(args).__name__}, but {trainer} needs a {config_class.__name__}: it takes every option of "
-            f"{config_class.__base__.__name__} that a diffusion model can honour, and refuses the others by name."
+            f"args is a {type(args).__name__}, but {trainer} needs a {config_class.__name__}: it takes every option "
+            f"of {config_class.__mro__[1].__name__} that a diffusion model can honour, and refuses the others by name."
         )
+
+
+def revision_of(model_init_kwargs: dict[str, Any] | str | None) -> str | None:
+    """The hub revision that a config asks for; a string is JSON, as on the command line."""
+    values = json.loads(model_init_kwargs) if isinstance(model_init_kwargs, str) else model_init_kwargs
+    return (values or {}).get("revision")
 
 
 def resume_request(value: str | bool | None) -> str | bool | None:
@@ -77,8 +83,8 @@ def check_output_dir(output_dir: str | None, resume_from_checkpoint: str | bool 
     last = get_last_checkpoint(output_dir)
     if last is not None:
         raise ValueError(
-            f"output_dir={output_dir!r} already holds a checkpoint, {Path(last).name}, and resume_from_checkpoint is not "
-            "set. Nothing was touched. Pass resume_from_checkpoint=true to continue that run, or choose another "
+            f"output_dir={output_dir!r} already holds a checkpoint, {Path(last).name}, and resume_from_checkpoint is "
+            "not set. Nothing was touched. Pass resume_from_checkpoint=true to continue that run, or choose another "
             "output_dir."
         )
 

@@ -15,7 +15,7 @@ from .core.masking import MaskLaw, McSampling
 from .core.noise import Stream, random_bits
 from .core.unmasking import Remasking
 from .likelihood import LikelihoodSettings, Rows, Tail, score_elbo
-from .models.families import check_vocabulary, end_token_ids_of, family_of, mask_token_id_of
+from .models.facts import model_facts
 from .progress import token_bar
 from .samplers.full import Rollout, SamplingSettings, SuppressEos, sample_full
 
@@ -61,9 +61,11 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
     """
     if isinstance(prompts, str) or len(prompts) == 0:
         raise ValueError(f"prompts={prompts!r} must be a list with at least one prompt. Put a single one in a list.")
-    if isinstance(prompts[0], str):
-        return tokenizer(text=list(prompts))["input_ids"]
-    encoded = tokenizer.apply_chat_template(list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True)
+    rows: Any = list(prompts)  # the tokenizers' own annotations are narrower than what they take
+    if isinstance(rows[0], str):
+        encoded: Any = tokenizer(text=rows)
+    else:
+        encoded = tokenizer.apply_chat_template(rows, add_generation_prompt=True, tokenize=True, return_dict=True)
     return encoded["input_ids"]
 
 
@@ -144,10 +146,11 @@ def generate(
     ```
     """
     _check_batch_size(batch_size)
-    family = family_of(model.config)
-    block_length = block_length if block_length is not None else min(family.block_length, max_completion_length)
+    facts = model_facts(model, tokenizer)
+    if block_length is None:
+        block_length = min(facts.family.block_length, max_completion_length)
     if num_denoising_steps is None:
-        num_denoising_steps = -(-block_length // family.tokens_per_step)
+        num_denoising_steps = -(-block_length // facts.family.tokens_per_step)
     settings = SamplingSettings(
         max_completion_length=max_completion_length,
         block_length=block_length,
@@ -160,20 +163,20 @@ def generate(
         suppress_eos=suppress_eos,
         guidance_scale=guidance_scale,
     )
-    encoded, mask_token_id, end_token_ids = _prepare(model, tokenizer, prompts)
+    encoded = encode_prompts(tokenizer, prompts)
     seeds = random_bits(seed, Stream.ROLLOUT, torch.arange(len(encoded))).tolist()
     texts: list[str] = []
     rollouts: list[Rollout] = []
     with token_bar("generate", is_shown=show_progress) as progress:
         for start in range(0, len(encoded), batch_size):
             batch = encoded[start : start + batch_size]
-            ids, is_prompt = left_padded(batch, pad_token_id=mask_token_id)
+            ids, is_prompt = left_padded(batch, pad_token_id=facts.mask_token_id)
             rollout = sample_full(
                 model,
                 ids.to(model.device),
                 is_prompt.to(model.device),
-                mask_token_id=mask_token_id,
-                end_token_ids=end_token_ids,
+                mask_token_id=facts.mask_token_id,
+                end_token_ids=facts.end_token_ids,
                 settings=settings,
                 row_seeds=seeds[start : start + batch_size],
                 progress=_shifted(progress, start * max_completion_length, len(encoded) * max_completion_length),
@@ -217,7 +220,8 @@ def score(
         mc_sampling (`str`, *optional*, defaults to `"complementary"`):
             How the draws of a row relate.
         num_mc_samples (`int`, *optional*, defaults to `32`):
-            Draws, each one forward pass. The standard error falls with its square root.
+            Draws, each one forward pass. The standard error falls with its square root; under `"stratified"` it is
+            an upper estimate, since the strata's differences count as noise.
         block_length (`int`, *optional*):
             Tokens per block of the block laws. Defaults to the family's.
         max_completion_length (`int`, *optional*):
@@ -239,25 +243,27 @@ def score(
     _check_batch_size(batch_size)
     if len(prompts) != len(completions):
         raise ValueError(f"There are {len(prompts)} prompts but {len(completions)} completions. Pass one for each.")
-    family = family_of(model.config)
-    encoded, mask_token_id, end_token_ids = _prepare(model, tokenizer, prompts)
-    targets = [_encode_completion(tokenizer, completion, end_token_ids, add_end_token) for completion in completions]
+    facts = model_facts(model, tokenizer)
+    encoded = encode_prompts(tokenizer, prompts)
+    targets = [
+        _encode_completion(tokenizer, completion, facts.end_token_ids, add_end_token) for completion in completions
+    ]
     longest = max(len(ids) for ids in targets)
     has_window = max_completion_length is not None
     settings = LikelihoodSettings(
-        mask_token_id=mask_token_id,
+        mask_token_id=facts.mask_token_id,
         mask_law=mask_law,
         mc_sampling=mc_sampling,
         num_mc_samples=num_mc_samples,
-        block_length=block_length if block_length is not None else family.block_length,
+        block_length=block_length if block_length is not None else facts.family.block_length,
         window_length=max_completion_length if has_window else longest,
         seed=seed,
         tail=tail if has_window else "hidden",  # without a window a row must not see its longest neighbour's length
-        end_token_id=end_token_ids[0],
+        end_token_id=facts.end_token_ids[0],
         temperature=score_temperature,
     )
-    prompt_ids, is_prompt = left_padded(encoded, pad_token_id=mask_token_id)
-    completion_ids, is_completion = right_padded(targets, pad_token_id=mask_token_id)
+    prompt_ids, is_prompt = left_padded(encoded, pad_token_id=facts.mask_token_id)
+    completion_ids, is_completion = right_padded(targets, pad_token_id=facts.mask_token_id)
     rows = Rows(prompt_ids, is_prompt, completion_ids, is_completion, torch.arange(len(encoded))).to(model.device)
     by_draw = score_elbo(model, rows, settings, batch_size=batch_size)  # (B, M)
     if mc_sampling == "complementary" and num_mc_samples > 1:  # the two masks of a pair are not independent
@@ -270,15 +276,6 @@ def score(
         standard_error=spread / num_units**0.5 * num_tokens,
         num_tokens=num_tokens,
     )
-
-
-def _prepare(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
-) -> tuple[list[list[int]], int, tuple[int, ...]]:
-    check_vocabulary(model.config, tokenizer, model.get_input_embeddings().num_embeddings)
-    mask_token_id = mask_token_id_of(model.config, tokenizer)
-    end_token_ids = end_token_ids_of(model.config, tokenizer, generation_config=model.generation_config)
-    return encode_prompts(tokenizer, prompts), mask_token_id, end_token_ids
 
 
 def _encode_completion(

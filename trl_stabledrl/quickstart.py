@@ -27,6 +27,7 @@ from .checks import check_output_dir, unknown_key
 from .data import TASKS, Task
 from .inference import generate
 from .models import LLaDAConfig, LLaDAModelLM
+from .quickstart_report import draw, show
 from .rewards import RewardFunc, load_reward
 from .sft_config import DiffusionSFTConfig
 from .sft_trainer import DiffusionSFTTrainer
@@ -34,6 +35,7 @@ from .stabledrl_config import StableDRLConfig
 from .stabledrl_trainer import StableDRLTrainer
 
 CHARACTERS = "0123456789+="
+TOKEN_ID_FIELDS = ("mask_token_id", "eos_token_id", "pad_token_id")
 SPECIAL_TOKENS = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "mask_token": "<|mask|>"}
 
 
@@ -122,9 +124,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: Any) 
     return LLaDAModelLM(
         LLaDAConfig(
             vocab_size=len(tokenizer),
-            mask_token_id=tokenizer.mask_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            **{
+                name: tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS[name.removesuffix("_id")])
+                for name in TOKEN_ID_FIELDS
+            },
             **sizes,
         )
     )
@@ -177,6 +180,8 @@ class _Run:
         self.train_prompts = self.task.prompts("train", num_prompts=config.num_train_prompts, seed=config.seed)
         self.eval_prompts = self.task.prompts("test", num_prompts=config.num_eval_prompts, seed=config.seed)
         self.reward = load_reward(self.task.reward_names[0])
+        assert self.task.target_column is not None  # checked by QuickstartConfig
+        self.target_column = self.task.target_column
         self.seconds: dict[str, float] = {}
         self.logs: dict[str, list[dict[str, float]]] = {}
 
@@ -215,7 +220,7 @@ class _Run:
     def train_supervised(self, model: LLaDAModelLM) -> None:
         def tokenize(row: dict[str, Any]) -> dict[str, Any]:
             prompt = self.tokenizer(row["prompt"])["input_ids"]
-            completion = self.tokenizer(row[self.task.target_column])["input_ids"]
+            completion = self.tokenizer(row[self.target_column])["input_ids"]
             if not self.task.has_fixed_length:
                 completion = [*completion, self.tokenizer.eos_token_id]
             return {
@@ -223,7 +228,7 @@ class _Run:
                 "completion_mask": [0] * len(prompt) + [1] * len(completion),
             }
 
-        rows = [tokenize(row) for row in self.train_prompts]
+        rows = [tokenize(row) for row in self.train_prompts.to_list()]
         args = DiffusionSFTConfig(
             output_dir=str(self.output_dir / "sft"),
             seed=self.config.seed,
@@ -306,6 +311,7 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> dict[str
         summary: dict[str, Any] = {
             "task": config.task,
             "seed": config.seed,
+            "output_dir": str(run.output_dir),
             "num_parameters": model.num_parameters(),
             "num_eval_prompts": config.num_eval_prompts,
             "accuracy_before_sft": run.accuracy(model),
@@ -330,7 +336,21 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> dict[str
     (run.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     for name, log in run.logs.items():
         (run.output_dir / f"log_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
-    _write_completions(run, before, after)
-    picture = _draw(run, summary)
-    _show(run, summary, before, after, picture)
+    (run.output_dir / "completions.md").write_text(_completions_table(run, before, after))
+    picture = draw(run.output_dir / "quickstart.png", run.logs, summary)
+    show(console, summary, sorted(path.name for path in run.output_dir.iterdir()), has_picture=picture)
     return summary
+
+
+def _completions_table(run: _Run, before: list[str], after: list[str], *, num_rows: int = 12) -> str:
+    """The same held-out prompts, decoded greedily before and after reinforcement learning."""
+    lines = [
+        "Greedy completions of held-out prompts, before and after StableDRL.",
+        "",
+        "| prompt | right answer | after SFT | after StableDRL |",
+        "|---|---|---|---|",
+    ]
+    answers = run.eval_prompts[run.target_column]
+    rows = zip(run.eval_prompts["prompt"], answers, before, after, strict=True)
+    lines += [f"| {prompt} | {answer} | {old} | {new} |" for prompt, answer, old, new in list(rows)[:num_rows]]
+    return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainerCallback
 
+from .batching import gathered, summed
 from .samplers.full import Rollout
 
 
@@ -55,21 +56,6 @@ class OptimizerTimer(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.clock.seconds["optimizer"] += time.perf_counter() - self.start
-
-
-def summed(accelerator: Accelerator, values: Sequence[Tensor | float]) -> list[float]:
-    """Sum numbers over processes, in one exchange."""
-    stacked = torch.stack([torch.as_tensor(value, device=accelerator.device).double() for value in values])
-    total = accelerator.reduce(stacked, reduction="sum")
-    assert isinstance(total, Tensor)
-    return total.tolist()
-
-
-def gathered(accelerator: Accelerator, rows: Tensor) -> Tensor:
-    """Rows of every process, in the order of the processes."""
-    everyone = accelerator.gather(rows)
-    assert isinstance(everyone, Tensor)
-    return everyone
 
 
 def rollout_metrics(

@@ -6,29 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTTrainer
 
-from . import _compat
-from .batching import left_padded, right_padded
-from .checks import check_dataset, load_run_state, save_run_state
+from .batching import EVALUATION_ROWS, left_padded, right_padded, summed
+from .checks import check_args, check_datasets, load_run_state, revision_of, save_run_state
 from .core.elbo import elbo_per_token_by_draw
 from .likelihood import LikelihoodSettings, Rows, plan_masks, score_draws
-from .models.families import check_vocabulary, end_token_ids_of, family_of, mask_token_id_of
+from .models.facts import model_facts
 from .sft_config import DiffusionSFTConfig
-
-EVALUATION_ROWS = 1 << 40
-"""First row index of evaluations, far above any training row, so that the two never share masks."""
-
-
-def _check_examples(name: str, dataset: Any) -> None:
-    is_tokenized = isinstance(dataset, Dataset) and "input_ids" in dataset.column_names
-    check_dataset(
-        name, dataset, columns=("input_ids", "completion_mask") if is_tokenized else ("prompt", "completion")
-    )
 
 
 class DiffusionSFTTrainer(SFTTrainer):
@@ -69,6 +57,7 @@ class DiffusionSFTTrainer(SFTTrainer):
     _name = "DiffusionSFT"
 
     args: DiffusionSFTConfig
+    model: Any
 
     def __init__(
         self,
@@ -80,26 +69,16 @@ class DiffusionSFTTrainer(SFTTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ):
-        model_path = model if isinstance(model, str) else None
         if args is None:
-            name = model_path or _compat.config_model_id(model.config)
+            name = model if isinstance(model, str) else str(model.config.name_or_path)
             args = DiffusionSFTConfig(f"{name.split('/')[-1]}-SFT")
-        if not isinstance(args, DiffusionSFTConfig):
-            raise TypeError(f"args is a {type(args).__name__}, but DiffusionSFTTrainer needs a DiffusionSFTConfig.")
-        _check_examples("train_dataset", train_dataset)
-        if eval_dataset is not None:
-            for part in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
-                _check_examples("eval_dataset", part)
-        if model_path is not None:
-            init_kwargs = args.model_init_kwargs or {}
-            config = AutoConfig.from_pretrained(model_path, revision=init_kwargs.get("revision"))
-        else:
-            config = model.config
-        family_of(config)
-        if processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(model_path or _compat.config_model_id(config))
+        check_args(args, DiffusionSFTConfig, trainer=type(self).__name__)
+        is_tokenized = isinstance(train_dataset, Dataset) and "input_ids" in train_dataset.column_names
+        columns = ("input_ids", "completion_mask") if is_tokenized else ("prompt", "completion")
+        check_datasets(train_dataset, eval_dataset, columns=columns)
+        facts = model_facts(model, processing_class, revision=revision_of(args.model_init_kwargs))
         self.likelihood_settings = LikelihoodSettings(
-            mask_token_id=mask_token_id_of(config, processing_class),
+            mask_token_id=facts.mask_token_id,
             mask_law=args.mask_law,
             mc_sampling=args.mc_sampling,
             num_mc_samples=args.num_mc_samples,
@@ -107,7 +86,7 @@ class DiffusionSFTTrainer(SFTTrainer):
             window_length=args.max_completion_length,
             seed=args.seed,
             tail=args.tail,
-            end_token_id=end_token_ids_of(config, processing_class)[0],
+            end_token_id=facts.end_token_ids[0],
         )
         self.num_rows = 0
         super().__init__(
@@ -115,11 +94,20 @@ class DiffusionSFTTrainer(SFTTrainer):
             args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            processing_class=facts.tokenizer,
             **kwargs,
         )
-        base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        check_vocabulary(base_model.config, processing_class, base_model.get_input_embeddings().num_embeddings)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        if not isinstance(self.train_dataset, Dataset) or "labels" not in self.train_dataset.column_names:
+            return  # a stream: too long a completion is found when it is read
+        longest = max(sum(label != -100 for label in labels) for labels in self.train_dataset["labels"])
+        if longest > self.args.max_completion_length:
+            raise ValueError(
+                f"train_dataset has a completion of {longest} tokens, but max_completion_length="
+                f"{self.args.max_completion_length}. Enlarge the window to {longest}, or leave such rows out."
+            )
 
     def _rows(self, inputs: dict[str, Tensor]) -> Rows:
         """Split TRL's right-padded examples into prompt and completion, with the run-wide index of each."""
@@ -144,12 +132,13 @@ class DiffusionSFTTrainer(SFTTrainer):
         elbo_per_token = elbo_per_token_by_draw(logps, plan.weight.to(logps.dtype)).mean(dim=1)  # (B,)
         elbo = (elbo_per_token * rows.completion_length).sum()
         num_tokens = rows.completion_length.sum()
-        sums = torch.stack([elbo.detach().double(), num_tokens.double()])
-        total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
+        total, count, num_inputs = summed(
+            self.accelerator, [elbo.detach(), num_tokens, inputs["attention_mask"].sum()]
+        )
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["elbo_per_token"].append(total / max(count, 1.0))
         if self.model.training:
-            self._total_train_tokens += int(self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum"))
+            self._total_train_tokens += int(num_inputs)
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
         if num_items_in_batch is None:
             return -elbo / num_tokens.clamp(min=1)

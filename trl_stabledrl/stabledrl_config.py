@@ -4,7 +4,7 @@
 
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
@@ -21,7 +21,7 @@ MaskSharing = Literal["none", "group"]
 Surrogate = Literal["elbo", "sandwich"]
 
 # Inherited options that this trainer cannot honour, each with what to do instead. Set to anything but GRPOConfig's
-# default, they raise; `tests/test_stabledrl_config.py` checks that every field of GRPOConfig is either here or honoured.
+# default, they raise; `tests/test_stabledrl_config.py` checks that every field of GRPOConfig is here or honoured.
 _NEXT_TOKEN = "it acts on next-token log-probabilities, which a diffusion model does not have"
 _AR_DECODING = "it belongs to autoregressive decoding; see remasking, confidence_threshold, top_k and top_p"
 _NO_ENGINE = "no vLLM engine serves this family; rollouts run in the trainer. Leave it unset"
@@ -54,7 +54,7 @@ REFUSED_OPTIONS = {
     "vllm_importance_sampling_clip_min": _NO_ENGINE,
     "vllm_importance_sampling_cap": _NO_ENGINE,
     "delta": "the clip is unconditional and two-sided already; use epsilon, or clip_mode='upper' with ratio_cap",
-    "epsilon_high": "the clip range is [1 - epsilon, 1 + epsilon]; for a cap alone use clip_mode='upper' with ratio_cap",
+    "epsilon_high": "the clip range is [1 - epsilon, 1 + epsilon]; for a cap alone use clip_mode='upper'",
     "sapo_temperature_neg": _NEXT_TOKEN,
     "sapo_temperature_pos": _NEXT_TOKEN,
     "vespo_k_pos": _NEXT_TOKEN,
@@ -263,7 +263,8 @@ class StableDRLConfig(GRPOConfig):
         log_clip_bounds(epsilon=self.epsilon, clip_mode=self.clip_mode, ratio_cap=self.ratio_cap)
         if self.clip_mode == "both" and self.ratio_cap != 5.0:
             raise ValueError(
-                f"ratio_cap={self.ratio_cap} has no effect with clip_mode='both'. Set clip_mode='upper', or use epsilon."
+                f"ratio_cap={self.ratio_cap} has no effect with clip_mode='both'. Set clip_mode='upper', or use "
+                "epsilon."
             )
         if self.eubo_beta < 1.0:
             raise ValueError(f"eubo_beta={self.eubo_beta} must be at least 1; the released code uses 1.5.")
@@ -271,6 +272,11 @@ class StableDRLConfig(GRPOConfig):
             raise ValueError(f"score_temperature={self.score_temperature} must be above 0; 1.0 is the model's own.")
         if self.beta < 0.0:
             raise ValueError(f"beta={self.beta} must be 0 (no KL) or above.")
+        if self.max_completion_length is None or self.max_completion_length < 1:
+            raise ValueError(
+                f"max_completion_length={self.max_completion_length} must be at least 1: it is the window of mask "
+                "tokens that a completion is decoded in."
+            )
         if self.num_iterations < 1:
             raise ValueError(f"num_iterations={self.num_iterations} must be at least 1.")
         if self.num_mc_samples is not None and self.num_mc_samples < 1:
@@ -284,10 +290,10 @@ class StableDRLConfig(GRPOConfig):
             raise ValueError(f"num_denoising_steps={self.num_denoising_steps} must be at least 1 per block.")
 
     def _check_group_size(self) -> None:
-        if self.num_generations < 2:
+        if self.num_generations is None or self.num_generations < 2:
             raise ValueError(
-                f"num_generations={self.num_generations}: a group needs at least 2 completions, since an advantage is a "
-                "reward minus the group's mean."
+                f"num_generations={self.num_generations}: a group needs at least 2 completions, since an advantage is "
+                "a reward minus the group's mean."
             )
         # as launchers announce it; the property of TrainingArguments would set up the devices too early
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -298,8 +304,8 @@ class StableDRLConfig(GRPOConfig):
             formula = (
                 f"generation_batch_size={size}"
                 if self.generation_batch_size
-                else f"per_device_train_batch_size * processes * steps_per_generation = {self.per_device_train_batch_size}"
-                f" * {num_processes} * {steps} = {size}"
+                else "per_device_train_batch_size * processes * steps_per_generation = "
+                f"{self.per_device_train_batch_size} * {num_processes} * {steps} = {size}"
             )
             raise ValueError(
                 f"num_generations={self.num_generations} must divide the generation batch: {formula}. Nearest valid "
@@ -307,9 +313,9 @@ class StableDRLConfig(GRPOConfig):
             )
 
     def _check_steps(self) -> None:
-        s, a = self.steps_per_generation, self.gradient_accumulation_steps
-        if s is None:
-            raise AssertionError("GRPOConfig.__post_init__ sets steps_per_generation")
+        s, a, group = self.steps_per_generation, self.gradient_accumulation_steps, self.num_generations
+        assert s is not None  # GRPOConfig.__post_init__ sets it
+        assert group is not None  # checked above
         is_aligned = s % a == 0 or (a % s == 0 and self.num_iterations == 1)
         if not is_aligned:
             reason = (
@@ -325,15 +331,20 @@ class StableDRLConfig(GRPOConfig):
                 f"steps_per_generation: {nearest}."
             )
         num_rows = self.per_device_train_batch_size * a * self.world_size
-        if s > a and num_rows % self.num_generations:
+        if s > a and num_rows % group:
             rows_per_unit = self.per_device_train_batch_size * self.world_size
-            nearest = _nearest(a, lambda v: rows_per_unit * v % self.num_generations == 0 and s % v == 0)
+            nearest = _nearest(a, lambda v: rows_per_unit * v % group == 0 and s % v == 0)
             raise ValueError(
                 f"per_device_train_batch_size * gradient_accumulation_steps * processes = "
                 f"{self.per_device_train_batch_size} * {a} * {self.world_size} = {num_rows} rows per optimizer step, "
-                f"not a multiple of num_generations={self.num_generations}: a group would be split over optimizer "
+                f"not a multiple of num_generations={group}: a group would be split over optimizer "
                 f"steps. Nearest valid gradient_accumulation_steps: {nearest}."
             )
+
+    @property
+    def _window_length(self) -> int:
+        assert self.max_completion_length is not None  # checked in __post_init__
+        return self.max_completion_length
 
     def resolve(self, family: Family) -> None:
         """Fill in what was left to the family, and check it."""
@@ -344,7 +355,7 @@ class StableDRLConfig(GRPOConfig):
             self.num_mc_samples = self.num_mc_samples or 1
         self.mc_sampling = self.mc_sampling or family.mc_sampling
         self.num_mc_samples = self.num_mc_samples or family.num_mc_samples
-        self.block_length = self.block_length or min(family.block_length, self.max_completion_length)
+        self.block_length = self.block_length or min(family.block_length, self._window_length)
         if self.num_denoising_steps is None:
             self.num_denoising_steps = -(-self.block_length // family.tokens_per_step)
         check_draws(self.mask_law, self.mc_sampling, self.num_mc_samples)
@@ -352,15 +363,13 @@ class StableDRLConfig(GRPOConfig):
 
     def likelihood_settings(self, *, mask_token_id: int, end_token_id: int) -> LikelihoodSettings:
         """The likelihood's part of a resolved configuration."""
-        # `resolve` has filled these in
-        assert self.mask_law and self.mc_sampling and self.num_mc_samples and self.block_length
+        values: dict[str, Any] = {
+            name: self.__dict__[name] for name in ("mask_law", "mc_sampling", "num_mc_samples", "block_length")
+        }
         return LikelihoodSettings(
+            **values,
             mask_token_id=mask_token_id,
-            mask_law=self.mask_law,
-            mc_sampling=self.mc_sampling,
-            num_mc_samples=self.num_mc_samples,
-            block_length=self.block_length,
-            window_length=self.max_completion_length,
+            window_length=self._window_length,
             seed=self.seed,
             tail=self.tail,
             end_token_id=end_token_id,

@@ -21,19 +21,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from trl import GRPOTrainer
 
 from . import _compat
-from .batching import EVALUATION_ROWS, Batch, in_row_order, left_padded
-from .checks import check_args, check_datasets, check_output_dir, load_run_state, resume_request, save_run_state
+from .batching import EVALUATION_ROWS, Batch, gathered, in_row_order, left_padded
+from .checks import (
+    check_args,
+    check_datasets,
+    check_output_dir,
+    load_run_state,
+    resume_request,
+    revision_of,
+    save_run_state,
+)
 from .core import objective
 from .core.elbo import sandwich
 from .core.noise import Stream, random_bits
-from .likelihood import RowScores, Rows, plan_masks, score_elbo, score_rows
+from .likelihood import Rows, RowScores, plan_masks, score_elbo, score_rows
 from .models.facts import model_facts
 from .progress import token_bar
 from .run_metrics import (
     OptimizerTimer,
     PhaseClock,
     count_groups_without_signal,
-    gathered,
     rollout_metrics,
     score_metrics,
 )
@@ -124,14 +131,14 @@ class StableDRLTrainer(GRPOTrainer):
         peft_config: Any = None,
     ):
         if args is None:
-            name = model if isinstance(model, str) else model.config.name_or_path
+            name = model if isinstance(model, str) else str(model.config.name_or_path)
             args = StableDRLConfig(f"{name.split('/')[-1]}-StableDRL")
         # everything that can be wrong is looked at before any weight is loaded
         check_args(args, StableDRLConfig, trainer=type(self).__name__)
         check_datasets(train_dataset, eval_dataset, columns=("prompt",))
         if not reward_funcs:
             raise ValueError("reward_funcs is empty: pass at least one reward function, as a callable or a model id.")
-        facts = model_facts(model, processing_class, revision=(args.model_init_kwargs or {}).get("revision"))
+        facts = model_facts(model, processing_class, revision=revision_of(args.model_init_kwargs))
         args.resolve(facts.family)
         self.end_token_ids = facts.end_token_ids
         self.likelihood_settings = args.likelihood_settings(
@@ -165,7 +172,9 @@ class StableDRLTrainer(GRPOTrainer):
 
     @property
     def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        assert size is not None  # GRPOTrainer.__init__ sets both
+        return size
 
     @property
     def _micro_steps(self) -> tuple[int, int]:
@@ -195,7 +204,7 @@ class StableDRLTrainer(GRPOTrainer):
 
     # Rollouts, and the scores that must be taken before the first update
 
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **kwargs):
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         start = time.perf_counter()
         padded, is_prompt = left_padded(prompt_ids, pad_token_id=self.likelihood_settings.mask_token_id)
         row_seeds = random_bits(self.args.seed, Stream.ROLLOUT, self._row_index(len(prompt_ids))).tolist()
@@ -241,7 +250,7 @@ class StableDRLTrainer(GRPOTrainer):
             "completion_mask": attention_mask[:, -logits_to_keep:],
             "row_index": self._row_index(len(input_ids)),
         }
-        iterations = list(range(self.num_iterations if self.model.training else 1))
+        iterations: list[int | None] = [*range(self.num_iterations if self.model.training else 1)]
         s, a = self._micro_steps
         if not is_reference and s <= a:
             # under shared masks the first optimizer step after a rollout has ratio 1: no one reads its old scores
@@ -292,6 +301,7 @@ class StableDRLTrainer(GRPOTrainer):
             no_row = torch.zeros_like(batch["row_index"], dtype=torch.bool)
             return {**batch, "iteration": 0, "is_on_policy": True, "is_excluded": no_row}
         if is_fresh:
+            assert self._buffered_inputs is not None  # filled by super()._prepare_inputs
             self._buffered_inputs = in_row_order(self.accelerator, self._buffered_inputs)
             advantages, row_index = self._concatenated(self._buffered_inputs, "advantages", "row_index")
             num_silent = count_groups_without_signal(self.accelerator, advantages, row_index // self._group_size)
@@ -301,10 +311,11 @@ class StableDRLTrainer(GRPOTrainer):
             is_on_policy = self.args.mask_coupling == "shared" and iteration == 0 and position < a
             with self._measured("weights"):
                 self._weigh(self._window(position), is_on_policy=is_on_policy, iteration=iteration)
-        return self._buffered_inputs[position]
+        return self._window(position)[position % min(a, s)]
 
     def _window(self, position: int) -> list[Batch]:
         """Micro-batches of the optimizer step around `position` that belong to the current generation."""
+        assert self._buffered_inputs is not None  # filled by super()._prepare_inputs
         size = min(self._micro_steps)  # with a > s the later ones do not exist yet
         return self._buffered_inputs[position - position % size :][:size]
 

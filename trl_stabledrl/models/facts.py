@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from .families import Family, check_vocabulary, end_token_ids_of, family_of, mask_token_id_of
 
@@ -55,16 +55,18 @@ def model_facts(
     if isinstance(model, str):
         # trust_remote_code: the registered classes win over the checkpoint's own code, which is never imported
         config = AutoConfig.from_pretrained(model, revision=revision)
-        generation_config, num_rows = None, config.vocab_size
+        generation_config, num_rows = _generation_config(model, revision), config.vocab_size
     else:
         config, generation_config = model.config, model.generation_config
         num_rows = model.get_input_embeddings().num_embeddings
     family = family_of(config)
     if tokenizer is None:
         source = model if isinstance(model, str) else config.name_or_path
-        tokenizer = AutoTokenizer.from_pretrained(
+        loaded: Any = AutoTokenizer.from_pretrained(
             source, revision=revision, padding_side="left", truncation_side="left"
         )
+        tokenizer = loaded
+        assert tokenizer is not None
     check_vocabulary(config, tokenizer, num_rows)
     return ModelFacts(
         config=config,
@@ -73,3 +75,11 @@ def model_facts(
         mask_token_id=mask_token_id_of(config, tokenizer),
         end_token_ids=end_token_ids_of(config, tokenizer, generation_config=generation_config),
     )
+
+
+def _generation_config(path: str, revision: str | None) -> GenerationConfig | None:
+    """The checkpoint's generation_config.json, which may name end tokens of its own; absent in many."""
+    try:
+        return GenerationConfig.from_pretrained(path, revision=revision or "main")
+    except OSError:
+        return None

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from trl_stabledrl.core.masking import MaskLaw, McSampling
+
 
 @dataclass(frozen=True)
 class Family:
@@ -43,8 +45,8 @@ class Family:
     end_token_ids: tuple[int, ...]
     block_length: int
     tokens_per_step: int
-    mask_law: str
-    mc_sampling: str
+    mask_law: MaskLaw
+    mc_sampling: McSampling
     num_mc_samples: int
 
 

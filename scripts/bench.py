@@ -3,11 +3,11 @@
 """
 `scripts/bench.py llada`: what one GRPO cycle of [`StableDRLTrainer`] costs, on the job its peers were measured on.
 
-A random LLaDA of 4 layers, width 256 and 126,464 tokens in float32 on one CPU thread; one group of 8 completions of 128
-tokens for a prompt of 64, in blocks of 32 and 64 denoising steps; 2 draws, 2 inner iterations, AdamW. Everything is
-measured from outside the library, by hooks on the model and by looking at every tensor operation, and must then agree
-with the library's own counters. End tokens are not sampled (`suppress_eos="sampling"`): no row ends early, so that the
-rollout's counters are the same for every seed.
+A random LLaDA of 4 layers, width 256 and 126,464 tokens in float32 on one CPU thread; one group of 8 completions of
+128 tokens for a prompt of 64, in blocks of 32 and 64 denoising steps; 2 draws, 2 inner iterations, AdamW. Everything
+is measured from outside the library, by hooks on the model and by looking at every tensor operation, and must then
+agree with the library's own counters. End tokens are not sampled (`suppress_eos="sampling"`): no row ends early, so
+that the rollout's counters are the same for every seed.
 
 `--json` prints one line. Its figures are by phase (`rollout`, `old`, `loss`, `backward`, `optimizer`; `other` is what
 lies between them, such as rewards and data loading) and in total:
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
@@ -36,6 +36,7 @@ from unittest import mock
 
 import torch
 from datasets import Dataset
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, pre_tokenizers
@@ -72,7 +73,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Peer:
-    """What a peer cost on the default job, each on the versions of its dependencies that it runs on."""
+    """
+    What a peer cost on the default job, on the versions of its dependencies that it runs on.
+
+    None projects fewer positions than it embeds: its backbone positions are its vocabulary positions.
+    """
 
     name: str
     model_calls: int
@@ -82,14 +87,22 @@ class Peer:
     peak_rss_gb: float
 
 
-# Measured on 2 CPU cores, one thread, 30 Nov 2026. No peer projects fewer positions than it embeds, so that its
-# backbone positions are its vocabulary positions.
+# Measured on 2 CPU cores, one thread, 30 Nov 2026
 PEERS = (
-    Peer("StableDRL (released)", 67, 107_520, 1554, 328, 6.4),
+    Peer("StableDRL", 67, 107_520, 1554, 328, 6.4),
     Peer("d1", 67, 104_448, 1554, 372, 5.9),
     Peer("SPG", 66, 104_448, 1554, 397, 6.4),
     Peer("ESPO", 80, 122_880, 777, 410, 6.3),
     Peer("dllm", 68, 104_448, 777, 651, 11.9),
+)
+
+COMPARED = (
+    "model_calls",
+    "backbone_positions",
+    "vocab_positions",
+    "largest_logits_mb",
+    "cpu_seconds",
+    "peak_rss_gb",
 )
 
 
@@ -120,8 +133,10 @@ class Meter(TorchDispatchMode):
         self.largest_logits = 0
         self._phases = ["other"]
         self._since = 0.0
+        self._has_graph = False  # of the latest pass through the layers
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         model.base_model.register_forward_pre_hook(self._before_backbone, with_kwargs=True)
+        model.base_model.register_forward_hook(self._after_backbone)
 
     @property
     def phase(self) -> str:
@@ -161,13 +176,17 @@ class Meter(TorchDispatchMode):
 
         def counted(hidden: Tensor, weight: Tensor) -> Any:
             self.selected_positions[self.phase] += len(hidden)
-            self.graphs[self.phase] += hidden.requires_grad
-            return head_fn(hidden, weight)
+            found = head_fn(hidden, weight)
+            self.graphs[self.phase] += self._has_graph or any(tensor.requires_grad for tensor in found)
+            return found
 
         return args, {**kwargs, "head_fn": counted}
 
     def _before_backbone(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self.backbone_positions[self.phase] += kwargs["input_ids"].numel()
+
+    def _after_backbone(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._has_graph = output.last_hidden_state.requires_grad
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -308,9 +327,7 @@ def measure(trainer: StableDRLTrainer, meter: Meter) -> dict[str, Any]:
     phases = {"_generate_single_turn": "rollout", "_get_per_token_logps_and_entropies": "old", "_compute_loss": "loss"}
     with ExitStack() as stack:
         for method, phase in phases.items():
-            stack.enter_context(
-                mock.patch.object(trainer, method, _measured(meter, phase, getattr(trainer, method)))
-            )
+            stack.enter_context(mock.patch.object(trainer, method, _measured(meter, phase, getattr(trainer, method))))
         for method, phase in {"backward": "backward", "clip_grad_norm_": "optimizer"}.items():
             accelerator = trainer.accelerator
             stack.enter_context(
@@ -364,29 +381,29 @@ def bench_llada(
 def show(figures: dict[str, Any], *, has_peers: bool) -> None:
     """Print two tables: ours by phase, and ours beside the peers'."""
     console = Console(highlight=False)
-    table = Table(title=f"One GRPO cycle, {figures['mask_law']}, seed {figures['seed']}")
-    table.add_column("")
-    for phase in (*PHASES, "total"):
-        table.add_column(phase, justify="right")
+    columns = (*PHASES, "total")
+    table = _table(f"One GRPO cycle, {figures['mask_law']}, seed {figures['seed']}", columns)
     for name in ("model_calls", "graphs", "backbone_positions", "vocab_positions", "cpu_seconds"):
-        table.add_row(name, *(f"{figures[name][phase]:,}" for phase in (*PHASES, "total")))
+        table.add_row(name.replace("_", " "), *(f"{figures[name][column]:,}" for column in columns))
     console.print(table)
-    console.print(f"recomputed_positions (backward): {figures['recomputed_positions']:,}")
-    ours = {
-        name: figures[name] if name in ("largest_logits_mb", "peak_rss_gb") else figures[name]["total"]
-        for name in (field.name for field in fields(Peer)[1:])
-    }
-    table = Table(title="Beside the peers (in brackets: times ours)")
-    table.add_column("")
-    for name in ours:
-        table.add_column(name, justify="right")
-    table.add_row("[bold]trl_stabledrl", *(f"[bold]{value:,}" for value in ours.values()))
+    console.print(f"Positions recomputed in the backward pass: {figures['recomputed_positions']:,}")
+    ours = {name: figures[name]["total"] if isinstance(figures[name], dict) else figures[name] for name in COMPARED}
+    table = _table("Beside the peers (in brackets: times ours)", COMPARED)
+    table.add_row("ours", *(f"{value:,}" for value in ours.values()), style="bold")
     for peer in PEERS if has_peers else ():
-        cells = {name: peer.__dict__[name] for name in ours}
-        table.add_row(peer.name, *(f"{value:,} ({value / ours[name]:.1f}x)" for name, value in cells.items()))
+        theirs = {**peer.__dict__, "backbone_positions": peer.vocab_positions}
+        table.add_row(peer.name, *(f"{theirs[name]:,} ({theirs[name] / ours[name]:.1f}x)" for name in COMPARED))
     console.print(table)
     if not has_peers:
         console.print("The peers were measured on the default job only.")
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", overflow="fold")
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right", overflow="fold")
+    return table
 
 
 def main(argv: list[str] | None = None) -> int:

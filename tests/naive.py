@@ -332,7 +332,9 @@ class Row:
 
 
 def row_scores(model: Any, row: Row, objective: Objective, *, iteration: int) -> tuple[Tensor, Tensor]:
-    """`elbo_per_token` and `eubo_per_token`, differentiable, from the full logits of one unpadded row."""
+    """
+    `elbo_per_token` and the surrogate of a bad completion, differentiable, from the full logits of one unpadded row.
+    """
     draws = draws_of(
         objective.law,
         objective.sampling,
@@ -359,11 +361,13 @@ def row_scores(model: Any, row: Row, objective: Objective, *, iteration: int) ->
             temperature=objective.temperature,
         )
         elbo = elbo + draw.weight * log_probs[sorted(draw.scored)].sum() / len(draws)
-        for j, odds in draw.odds:
+        for j, odds in draw.odds if objective.surrogate == "sandwich" else ():
             term = odds * (objective.eubo_beta * log_probs[j]).exp() / len(draws)
             by_position[j] = by_position[j] + term if j in by_position else term
+    if objective.surrogate == "elbo":
+        return elbo, elbo
     eubo = torch.stack([mean.log() / objective.eubo_beta for mean in by_position.values()]).mean()
-    return elbo, eubo
+    return elbo, (elbo + eubo) / 2
 
 
 def update_loss(
@@ -379,7 +383,7 @@ def update_loss(
         if not row.completion:
             log_ratios.append(math.nan)
             continue
-        elbo, eubo = row_scores(model, row, objective, iteration=iteration)
+        elbo, lowered = row_scores(model, row, objective, iteration=iteration)
         old_iteration = iteration if objective.coupling == "shared" else -1 - iteration
         with torch.no_grad():
             old, _ = row_scores(row.old, row, objective, iteration=old_iteration)
@@ -387,8 +391,7 @@ def update_loss(
         log_ratios.append((elbo.item() - old.item()) * scale)
         if not math.isfinite(log_ratios[-1]):
             continue
-        is_mean = objective.surrogate == "sandwich" and row.advantage <= 0
-        surrogates.append(row.advantage * ((elbo + eubo) / 2 if is_mean else elbo))
+        surrogates.append(row.advantage * (elbo if row.advantage > 0 else lowered))
         if objective.beta:
             with torch.no_grad():
                 target, _ = row_scores(reference, row, objective, iteration=iteration)

@@ -4,6 +4,8 @@
 
 import copy
 import dataclasses
+import functools
+import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,6 +19,10 @@ from transformers import TrainerCallback
 from tests import naive
 from tests.tiny import tiny_llada, tiny_tokenizer
 from trl_stabledrl import StableDRLConfig, StableDRLTrainer
+
+# accelerate collects garbage at the start of each run: a third of its time, were the libraries' objects not left out
+gc.collect()
+gc.freeze()
 
 LETTERS = "abcdefg"
 END, MASK = 1, 2
@@ -80,6 +86,18 @@ def with_parameters(model: Any, values: dict[str, Tensor]) -> Any:
     return model
 
 
+class Snapshot:
+    """A model as it was at some moment, built when it is asked for."""
+
+    def __init__(self, pristine: Any, live: Any) -> None:
+        self.pristine = pristine
+        self.values = {name: value.clone() for name, value in live.state_dict().items()}
+
+    @functools.cached_property
+    def model(self) -> Any:
+        return with_parameters(self.pristine, self.values)
+
+
 @dataclasses.dataclass
 class Generation:
     """A rollout, in the order of the rows, and the model that made it."""
@@ -87,7 +105,11 @@ class Generation:
     prompts: list[list[int]]
     completions: list[list[int]]
     rewards: list[float | None]
-    model: Any
+    snapshot: Snapshot
+
+    @property
+    def model(self) -> Any:
+        return self.snapshot.model
 
 
 class Recorder(TrainerCallback):
@@ -100,7 +122,7 @@ class Recorder(TrainerCallback):
         self.reward = reward
         self.generations: list[Generation] = []
         self.gradients: list[Tensor] = []
-        self.models: list[Any] = []
+        self.snapshots: list[Snapshot] = []
         """Before each optimizer step."""
         self.logs: list[dict[str, Any]] = []
 
@@ -114,13 +136,17 @@ class Recorder(TrainerCallback):
 
         return reward
 
-    def snapshot(self) -> Any:
-        return with_parameters(self.pristine, self.live.state_dict())
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.pristine, self.live)
+
+    @property
+    def models(self) -> list[Any]:
+        return [snapshot.model for snapshot in self.snapshots]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         parameters = list(self.live.parameters())
         self.gradients.append(flat(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters))
-        self.models.append(self.snapshot())
+        self.snapshots.append(self.snapshot())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.logs.append(dict(logs))

@@ -41,8 +41,8 @@ def fused_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperat
     r"""
     Log-probability of each target and entropy of each distribution, by the kernel behind TRL's fused head.
 
-    The logits are tiles of at most 4096 positions by 32768 tokens, statistics are float32, and the backward pass
-    recomputes the tiles. Each tile is sized so that it stays below 32 MB.
+    The logits are tiles of at most 4096 positions and about [`TILE_NUMBERS`] numbers, statistics are float32, and the
+    backward pass recomputes the tiles.
 
     Remove when the kernel is exported by `trl` itself: then import it from there.
 
@@ -62,7 +62,9 @@ def fused_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperat
     """
     from trl.kernels import ChunkedLogProbFunction
 
-    tile_width = max(256, min(len(weight), TILE_NUMBERS // max(len(hidden), 1)))
+    # without Triton about eight copies of a tile are alive at once
+    tile_numbers = TILE_NUMBERS >> 3 if hidden.device.type == "cpu" else TILE_NUMBERS
+    tile_width = max(256, min(len(weight), tile_numbers // max(len(hidden), 1)))
     log_probs, entropy, *_ = ChunkedLogProbFunction.apply(
         hidden, weight, None, targets, temperature, tile_width, None, 1.0, ("entropy",)
     )
@@ -70,7 +72,7 @@ def fused_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperat
 
 
 TILE_NUMBERS = 8 << 20
-"""Logits held at once while scoring: 32 MB in float32."""
+"""Logits held at once while scoring, 32 MB in float32; on a CPU in an eighth of the width, for the copies it makes."""
 
 
 @contextmanager

@@ -2,17 +2,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows as tensors: padding them, and putting those of a generation back into their run-wide order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.utils.data import Sampler
 
 Batch = dict[str, Any]
 
 EVALUATION_ROWS = 1 << 40
 """First row index of evaluations, far above any training row, so that the two never share noise."""
+
+
+class EpochSampler(Sampler[int]):
+    """
+    TRL's sampler of prompts, with an order that is a function of the epoch.
+
+    `RepeatSampler` draws the order of each epoch from one generator, which no checkpoint holds: a run resumed after its
+    first epoch would be given the first epoch's order again.
+
+    Args:
+        sampler (`trl.trainer.utils.RepeatSampler`):
+            The sampler, which keeps its orders: the n-th epoch has the n-th order of an uninterrupted run.
+        epoch (`Callable[[], int]`):
+            Says which epoch begins.
+    """
+
+    def __init__(self, sampler: Any, *, epoch: Callable[[], int]) -> None:
+        self.sampler = sampler
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed(self.sampler.seed)
+            for _ in range(self.epoch()):
+                torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
 
 
 def left_padded(rows: Sequence[Sequence[int]], *, pad_token_id: int) -> tuple[Tensor, Tensor]:

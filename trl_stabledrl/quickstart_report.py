@@ -109,8 +109,8 @@ def draw(path: Path, logs: dict[str, Log], summary: dict[str, Any]) -> bool:
         axis.grid(alpha=0.2)
     gain = summary["accuracy_after_rl"]["sampled"] - summary["accuracy_after_sft"]["sampled"]
     figure.suptitle(
-        f"StableDRL on a LLaDA of {summary['num_parameters']:,} parameters: {summary['task']}, seed {summary['seed']}, "
-        f"held-out accuracy {gain:+.2f}",
+        f"StableDRL on a LLaDA of {summary['num_parameters']:,} parameters: {summary['task']}, seed "
+        f"{summary['seed']}, held-out accuracy {gain:+.2f}",
         size=12,
         weight="bold",
     )

@@ -25,6 +25,7 @@ Surrogate = Literal["elbo", "sandwich"]
 _NEXT_TOKEN = "it acts on next-token log-probabilities, which a diffusion model does not have"
 _AR_DECODING = "it belongs to autoregressive decoding; see remasking, confidence_threshold, top_k and top_p"
 _NO_ENGINE = "no vLLM engine serves this family; rollouts run in the trainer. Leave it unset"
+_ORDER = "the prompts of a run are drawn by TRL's own sampler, from seed and shuffle_dataset. Leave it unset"
 _ENTROPY = "the entropy of a diffusion model is only known at masked positions. Leave it unset"
 REFUSED_OPTIONS = {
     "router_aux_loss_coef": "no supported family is a mixture of experts",
@@ -72,6 +73,10 @@ REFUSED_OPTIONS = {
     "max_tool_calling_iterations": "tools are not supported: a completion is one window of tokens",
     "off_policy_mask_threshold": _NEXT_TOKEN,
     "use_bias_correction_kl": _NEXT_TOKEN,
+    "label_smoothing_factor": "the loss is StableDRL's, which has no labels",
+    "neftune_noise_alpha": "noise in the embeddings would come between old and new scores",
+    "data_seed": _ORDER,
+    "train_sampling_strategy": _ORDER,
 }
 # Options whose default differs from GRPOConfig's and has no other legal value here
 FORCED_OPTIONS = {

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from trl import GRPOTrainer
 
 from . import _compat
-from .batching import EVALUATION_ROWS, Batch, gathered, in_row_order, left_padded
+from .batching import EVALUATION_ROWS, Batch, EpochSampler, gathered, in_row_order, left_padded
 from .checks import (
     check_args,
     check_datasets,
@@ -35,6 +35,7 @@ from .core import objective
 from .core.elbo import sandwich
 from .core.noise import Stream, random_bits
 from .likelihood import Rows, RowScores, plan_masks, score_elbo, score_rows
+from .models.bidirectional import disable_attention_dropout
 from .models.facts import model_facts
 from .progress import token_bar
 from .run_metrics import (
@@ -165,10 +166,14 @@ class StableDRLTrainer(GRPOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+        disable_attention_dropout(self.model)
         self.eos_token_ids = list(self.end_token_ids)  # TRL's metrics of truncation read them
         self.add_callback(OptimizerTimer(self.clock))
 
     # Rows: which they are, and what belongs to them
+
+    def _get_train_sampler(self, dataset=None):
+        return EpochSampler(super()._get_train_sampler(dataset), epoch=lambda: int(self.state.epoch or 0))
 
     @property
     def _group_size(self) -> int:
@@ -188,17 +193,19 @@ class StableDRLTrainer(GRPOTrainer):
             assert self.args.generation_batch_size is not None  # GRPOConfig.__post_init__ sets it
             start = self.num_rollouts * self.args.generation_batch_size
         else:
-            start = EVALUATION_ROWS + self.num_eval_rows
+            # groups are counted in rows, so the first row has to begin one
+            start = EVALUATION_ROWS * self._group_size + self.num_eval_rows
         start += self.accelerator.process_index * num_rows
         return torch.arange(start, start + num_rows, device=self.accelerator.device)
 
     def _rows(self, batch: Batch) -> Rows:
         group_index = batch["row_index"] // self._group_size
+        window = self.likelihood_settings.window_length  # pad_to_multiple_of may have padded beyond it
         return Rows(
             prompt_ids=batch["prompt_ids"],
             prompt_mask=batch["prompt_mask"].bool(),
-            completion_ids=batch["completion_ids"],
-            completion_mask=batch["completion_mask"].bool(),
+            completion_ids=batch["completion_ids"][:, :window],
+            completion_mask=batch["completion_mask"][:, :window].bool(),
             noise_key=group_index if self.args.mask_sharing == "group" else batch["row_index"],
         )
 
@@ -273,6 +280,10 @@ class StableDRLTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
         batch["row_index"] = self._row_index(len(inputs))
+        everyone = gathered(self.accelerator, batch["advantages"])
+        groups = gathered(self.accelerator, batch["row_index"]) // self._group_size
+        local = slice(self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs))
+        batch["advantages"] = objective.without_rounding(everyone, groups)[local]
         if not self.model.training:
             self.num_eval_rows += len(inputs) * self.accelerator.num_processes
             return batch
@@ -363,24 +374,47 @@ class StableDRLTrainer(GRPOTrainer):
     def _set_weights(self, window: list[Batch]) -> None:
         """Write the self-normalised weights of the micro-batches' rows, over whole groups from every process."""
         local_ratio, row_index = self._concatenated(window, "log_ratio", "row_index")
-        has_tokens = torch.cat([batch["completion_mask"].sum(-1) > 0 for batch in window])
         log_ratio = gathered(self.accelerator, local_ratio)
         group_index = gathered(self.accelerator, row_index) // self._group_size
-        num_scored = int(gathered(self.accelerator, has_tokens).sum())
-        if num_scored and not log_ratio.isfinite().any():
-            raise RuntimeError(
-                f"Step {self.state.global_step}: all {num_scored} scored rows of the optimizer step have a non-finite "
-                f"likelihood (groups {sorted(set(group_index.tolist()))}). The model has diverged: resume from an "
-                "earlier checkpoint with a smaller learning_rate."
-            )
-        bounds = {"log_clip_low": self.log_clip_low, "log_clip_high": self.log_clip_high}
-        weights = objective.self_normalized_weights(log_ratio, group_index, **bounds)
-        metrics = objective.weight_metrics(log_ratio, weights, group_index, **bounds)
-        self._log_values({name: value.item() for name, value in metrics.items()})
+        weights = objective.self_normalized_weights(
+            log_ratio, group_index, log_clip_low=self.log_clip_low, log_clip_high=self.log_clip_high
+        )
         start = self.accelerator.process_index * len(local_ratio)
         parts = weights[start : start + len(local_ratio)].split([len(batch["row_index"]) for batch in window])
         for batch, weight in zip(window, parts, strict=True):
             batch["weight"] = weight
+
+    def _check_and_log_weights(self, batch: Batch) -> None:
+        """
+        Log ratios and weights with the last micro-step of an optimizer step, over all its rows from every process, so
+        that neither the metrics nor what stops a run depends on the micro-batching.
+        """
+        window = [batch]
+        if self.model.training:
+            position = self._step % self._micro_steps[0]
+            window = self._window(position)
+            if (position + 1) % len(window):
+                return
+        names = ("log_ratio", "weight", "row_index")
+        log_ratio, weight, row_index = (
+            gathered(self.accelerator, rows) for rows in self._concatenated(window, *names)
+        )
+        has_tokens = torch.cat([part["completion_mask"].sum(-1) > 0 for part in window])
+        scored = row_index[gathered(self.accelerator, has_tokens)].tolist()
+        if scored and not log_ratio.isfinite().any():
+            raise RuntimeError(
+                f"Step {self.state.global_step}: all {len(scored)} scored rows of the optimizer step have a non-finite "
+                f"likelihood (rows {sorted(scored)}). The model has diverged: resume from an earlier checkpoint with a "
+                "smaller learning_rate."
+            )
+        metrics = objective.weight_metrics(
+            log_ratio,
+            weight,
+            row_index // self._group_size,
+            log_clip_low=self.log_clip_low,
+            log_clip_high=self.log_clip_high,
+        )
+        self._log_values({name: value.item() for name, value in metrics.items()})
 
     # The loss: linear in the scores, so that one row's activations of one draw are all that need be alive
 
@@ -399,18 +433,21 @@ class StableDRLTrainer(GRPOTrainer):
             with nullcontext() if is_last else self._without_gradient_sync(model):
                 score = self._score(model, batch, rows, draws)
                 is_lost = ~score.elbo.isfinite() & (rows.completion_length > 0)
-                if self._any_rank(bool(is_lost.any())):
-                    self._exclude(model, batch, is_lost, done=units[:index])
-                    return self._compute_loss(model, batch)
-                if "weight" not in batch:
-                    self._set_log_ratio(batch, score.elbo.detach())
-                    self._set_weights([batch])
-                loss = self._loss(batch, score, batch["weight"])
-                if not is_last:
-                    self._backward(loss)
-                    loss = loss.detach()
-            losses.append(loss)
-            scores.append(score)
+                is_any_lost = self._any_rank(bool(is_lost.any()))
+                if not is_any_lost:
+                    if "weight" not in batch:
+                        self._set_log_ratio(batch, score.elbo.detach())
+                        self._set_weights([batch])
+                    loss = self._loss(batch, score, batch["weight"])
+                    if not is_last:
+                        self._backward(loss)
+                        loss = loss.detach()
+                    losses.append(loss)
+                    scores.append(score)
+            if is_any_lost:  # outside the context: the passes that follow synchronise their gradients again
+                self._exclude(model, batch, is_lost, done=units[:index])
+                return self._compute_loss(model, batch)
+        self._check_and_log_weights(batch)
         elbo = torch.stack([score.elbo.detach() for score in scores]).sum(0) * rows.completion_length  # summed nats
         entropy = torch.stack([score.entropy for score in scores]).sum()
         num_scored = torch.stack([score.num_scored for score in scores]).sum()
@@ -526,6 +563,14 @@ class StableDRLTrainer(GRPOTrainer):
         super().log(logs, start_time)
 
     def evaluation_loop(self, *args, **kwargs):
+        num_rows = self.args.per_device_eval_batch_size * self.accelerator.num_processes
+        if num_rows % (self.num_generations_eval or 1):
+            raise ValueError(
+                f"per_device_eval_batch_size * processes = {self.args.per_device_eval_batch_size} * "
+                f"{self.accelerator.num_processes} = {num_rows} rows per evaluation step, not a multiple of "
+                f"num_generations_eval={self.num_generations_eval}: a group would be split. Set "
+                f"per_device_eval_batch_size={self.num_generations_eval} or a multiple of it."
+            )
         self.num_eval_rows = 0  # the same noise in every evaluation, so that two of them can be compared
         return super().evaluation_loop(*args, **kwargs)
 

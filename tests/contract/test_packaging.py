@@ -1,5 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
+import json
 import os
 import shutil
 import site
@@ -7,8 +8,11 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_stabledrl
 
@@ -31,6 +35,17 @@ def run(*command: str | Path, cwd: Path) -> str:
     finished = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
+
+
+def smallest_quickstart() -> dict[str, Any]:
+    """The shipped quickstart with everything that costs time cut down."""
+    recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    recipe |= {"num_train_prompts": 16, "num_eval_prompts": 4}
+    recipe["model"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    recipe["sft"] |= {"max_steps": 1, "per_device_train_batch_size": 8}
+    # 8 rows, 2 completions of each prompt: whatever else the recipe says divides them
+    recipe["rl"] |= {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 2}
+    return recipe
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +102,28 @@ def test_installed_package_is_lazy_and_finds_its_recipes_from_another_folder(ins
     assert recipes.split() == sorted(path.name for path in (ROOT / "recipes").rglob("*.yaml"))
 
 
-def test_installed_command_starts_from_another_folder(installed_python, tmp_path):
-    assert "quickstart" in run(installed_python.parent / "trl-stabledrl", "--help", cwd=tmp_path)
+def test_installed_command_trains_and_completes_from_another_folder(installed_python, tmp_path):
+    command = installed_python.parent / "trl-stabledrl"
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(smallest_quickstart()))
+
+    run(command, "quickstart", "--config", "small.yaml", "--output_dir", "out", "--seed", "5", cwd=tmp_path)
+    options = ("--max_completion_length", "8", "--num_denoising_steps", "8")
+    model = ("--model_name_or_path", "out/model", "--prompt", "83517264")
+    completion = run(command, "generate", *model, *options, cwd=tmp_path)
+
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["seed"], summary["num_eval_prompts"]) == (5, 4)
+    for phase in ("before_sft", "after_sft", "after_rl"):
+        assert summary[f"accuracy_{phase}"].keys() == {"sampled", "greedy"}
+    assert {"sft", "rl", "evaluation"} <= summary["seconds"].keys()
+    assert (tmp_path / "out" / "quickstart.png").read_bytes().startswith(b"\x89PNG")
+    assert len(completion.strip()) == 8
+    # the same weights in this process, where the package is the checkout
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert loaded.num_parameters() == summary["num_parameters"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+    texts = trl_stabledrl.generate(loaded, tokenizer, ["83517264"], max_completion_length=8, num_denoising_steps=8)
+    assert texts == [completion.strip()]
 
 
 def test_checkout_finds_its_own_recipes():

@@ -121,6 +121,30 @@ def self_normalized_weights(
     return (clipped - top).exp() / total
 
 
+def without_rounding(advantage: Float[Tensor, " B"], group_index: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """
+    Set the advantages of a group to exactly zero where its rewards are all equal.
+
+    A mean of n equal numbers need not be that number in float32 (seven times 0.7), and `scale_rewards` divides what is
+    left by 1e-4. Equal rewards leave equal advantages, which sum to zero only if they are zero; rows without a reward
+    have an advantage of exactly zero already and do not count.
+
+    Args:
+        advantage (`Float[Tensor, "B"]`):
+            Rewards less their group's mean, over whole groups.
+        group_index (`Int[Tensor, "B"]`):
+            Prompt of each row, in any order.
+
+    Returns:
+        `Float[Tensor, "B"]`
+    """
+    counts = (group_index[:, None] == group_index[None, :]) & (advantage != 0.0)[None, :]  # (B, B)
+    by_group = advantage.expand(len(advantage), -1)
+    highest = by_group.masked_fill(~counts, -torch.inf).amax(dim=-1)
+    lowest = by_group.masked_fill(~counts, torch.inf).amin(dim=-1)
+    return advantage.masked_fill(highest == lowest, 0.0)
+
+
 def policy_loss(
     surrogate: Float[Tensor, " B"],
     weight: Float[Tensor, " B"],

@@ -9,8 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from .._compat import gathered_head
+
+
+def disable_attention_dropout(model: nn.Module) -> None:
+    r"""
+    Set the dropout of the attention weights to zero.
+
+    It is a number there and no module, so that TRL's `disable_dropout` does not find it.
+
+    Args:
+        model (`nn.Module`):
+            A model, wrapped or not, changed in place.
+    """
+    for module in model.modules():
+        if isinstance(module, LlamaAttention):
+            module.attention_dropout = 0.0
 
 
 class SelectedPositionsMixin(PreTrainedModel):

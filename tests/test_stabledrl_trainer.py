@@ -251,7 +251,7 @@ def test_masks_do_not_depend_on_how_a_generation_is_cut(tmp_path, monkeypatch):
                 learning_rate=0.0,
                 num_iterations=2,
                 max_steps=2 * s,
-                **{k: v for k, v in layout(8 // s, 1, s).items()},
+                **layout(8 // s, 1, s),
             )
         found.append(masks)
         assert run.trainer.iterations == [0] * s + [1] * s  # once per pass, not once per micro-step
@@ -407,7 +407,9 @@ def test_a_step_without_a_finite_likelihood_stops_the_run_and_names_step_and_row
             with torch.no_grad():
                 model.model.norm.weight.fill_(torch.nan)
 
-    with pytest.raises(RuntimeError, match=r"Step 1: all 16 scored rows .* \(rows \[0, 1, 2, .* 15\]\).*learning_rate"):
+    with pytest.raises(
+        RuntimeError, match=r"Step 1: all 16 scored rows .* \(rows \[0, 1, 2, .* 15\]\).*learning_rate"
+    ):
         run_of(tmp_path, model=model, callbacks=[Break()], num_iterations=2, max_steps=2, **layout(*sizes))
 
 
@@ -545,7 +547,9 @@ def test_several_reward_functions_are_summed_with_their_weights(tmp_path):
     torch.testing.assert_close(flat(model.parameters()), single.parameters, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("given", "means"), [("false", "none"), ("True", "group"), (False, "none"), ("Batch", "batch")])
+@pytest.mark.parametrize(
+    ("given", "means"), [("false", "none"), ("True", "group"), (False, "none"), ("Batch", "batch")]
+)
 def test_scale_rewards_may_be_a_word_or_a_truth_value(given, means, tmp_path):
     assert config_of(tmp_path, scale_rewards=given).scale_rewards == means
 
@@ -558,9 +562,7 @@ def test_columns_of_the_dataset_reach_the_reward_functions(tmp_path):
         return [0.0] * len(completions)
 
     data = prompts_of().add_column("answer", list("wxyz"))
-    trainer = StableDRLTrainer(
-        tiny_model(), reward, config_of(tmp_path), data, processing_class=letter_tokenizer()
-    )
+    trainer = StableDRLTrainer(tiny_model(), reward, config_of(tmp_path), data, processing_class=letter_tokenizer())
     trainer.train()
 
     assert Counter(seen) == dict.fromkeys("wxyz", GROUP)

@@ -286,9 +286,7 @@ def naive_gradients(run: Run, *, scale: str = "none", edit: Any = lambda row: ro
             rows += [edit(row) for row in every_row[position * b : (position + 1) * b]]
         model.zero_grad()
         objective = objective_of(args)
-        naive.update_loss(
-            model, rows, objective, iteration=iteration, reference=run.recorder.pristine
-        ).backward()
+        naive.update_loss(model, rows, objective, iteration=iteration, reference=run.recorder.pristine).backward()
         gradients.append(flat(p.grad for p in model.parameters() if p.grad is not None))
     return gradients
 

@@ -20,8 +20,8 @@ class EpochSampler(Sampler[int]):
     """
     TRL's sampler of prompts, with an order that is a function of the epoch.
 
-    `RepeatSampler` draws the order of each epoch from one generator, which no checkpoint holds: a run resumed after its
-    first epoch would be given the first epoch's order again.
+    `RepeatSampler` draws the order of each epoch from one generator, which no checkpoint holds: a run resumed after
+    its first epoch would be given the first epoch's order again.
 
     Args:
         sampler (`trl.trainer.utils.RepeatSampler`):

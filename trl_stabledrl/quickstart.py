@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import yaml
 from datasets import Dataset
@@ -21,7 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
+from transformers import PreTrainedTokenizerFast, PrinterCallback, ProgressCallback, TrainerCallback, set_seed
+from transformers.utils import logging as transformers_logging
 
 from .checks import check_output_dir, unknown_key
 from .data import TASKS, Task
@@ -230,7 +232,7 @@ class _Run:
 
         rows = [tokenize(row) for row in self.train_prompts.to_list()]
         args = DiffusionSFTConfig(
-            output_dir=str(self.output_dir / "sft"),
+            output_dir=str(self.output_dir),
             seed=self.config.seed,
             max_completion_length=self.rl["max_completion_length"],
             block_length=self.rl["block_length"],
@@ -249,7 +251,7 @@ class _Run:
         self.logs["sft"] = reporter.log
 
     def train_stabledrl(self, model: LLaDAModelLM, name: str, reward: RewardFunc) -> None:
-        args = StableDRLConfig(output_dir=str(self.output_dir / name), seed=self.config.seed, **self.rl)
+        args = StableDRLConfig(output_dir=str(self.output_dir), seed=self.config.seed, **self.rl)
         with self.bar("StableDRL" if name == "rl" else "control", "reward") as reporter, self.phase(name):
             trainer = StableDRLTrainer(
                 model,
@@ -279,10 +281,39 @@ class _Run:
 
 def quieten(trainer: Any) -> None:
     """Keep the trainer's own printing out of the way of our bars."""
-    from transformers import PrinterCallback, ProgressCallback
-
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
+
+
+@contextmanager
+def without_library_bars() -> Iterator[None]:
+    """Switch off the bars of datasets and transformers, each of which flashes by in a moment here."""
+    was_disabled = datasets.are_progress_bars_disabled()
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if not was_disabled:
+            datasets.enable_progress_bars()
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def check_no_other_run(output_dir: Path, config: QuickstartConfig) -> None:
+    """Raise where the folder holds the results of another quickstart, or a checkpoint; the same one is run anew."""
+    check_output_dir(str(output_dir), None)
+    path = output_dir / "summary.json"
+    if not path.is_file():
+        return
+    found = json.loads(path.read_text())
+    if (found["task"], found["seed"]) != (config.task, config.seed):
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} holds the results of task {found['task']!r}, seed {found['seed']}, and this "
+            f"run is task {config.task!r}, seed {config.seed}. Nothing was touched. Choose another folder with "
+            "--output_dir."
+        )
 
 
 def run(config: QuickstartConfig, *, console: Console | None = None) -> dict[str, Any]:
@@ -301,8 +332,12 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> dict[str
             a control, `accuracy_after_control` (each with `sampled` and `greedy`), `num_eval_prompts`, `seconds`.
     """
     console = console or Console()
-    check_output_dir(config.output_dir, None)
-    run = _Run(config, console)
+    check_no_other_run(Path(config.output_dir), config)
+    with without_library_bars():
+        return _run(_Run(config, console), config, console)
+
+
+def _run(run: "_Run", config: QuickstartConfig, console: Console) -> dict[str, Any]:
     run.output_dir.mkdir(parents=True, exist_ok=True)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is too small to share; sums keep one order on every machine

@@ -12,7 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTTrainer
 
 from .batching import EVALUATION_ROWS, left_padded, right_padded, summed
-from .checks import check_args, check_datasets, load_run_state, revision_of, save_run_state
+from .checks import (
+    check_args,
+    check_datasets,
+    check_output_dir,
+    load_run_state,
+    resume_request,
+    revision_of,
+    save_run_state,
+)
 from .core.elbo import elbo_per_token_by_draw
 from .likelihood import LikelihoodSettings, Rows, plan_masks, score_draws
 from .models.facts import model_facts
@@ -73,6 +81,10 @@ class DiffusionSFTTrainer(SFTTrainer):
             name = model if isinstance(model, str) else str(model.config.name_or_path)
             args = DiffusionSFTConfig(f"{name.split('/')[-1]}-SFT")
         check_args(args, DiffusionSFTConfig, trainer=type(self).__name__)
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError(
+                "compute_loss_func is not honoured by DiffusionSFTTrainer: the loss is the negative ELBO. Leave it out."
+            )
         is_tokenized = isinstance(train_dataset, Dataset) and "input_ids" in train_dataset.column_names
         columns = ("input_ids", "completion_mask") if is_tokenized else ("prompt", "completion")
         check_datasets(train_dataset, eval_dataset, columns=columns)
@@ -152,6 +164,18 @@ class DiffusionSFTTrainer(SFTTrainer):
             return super().evaluation_loop(*args, **kwargs)
         finally:
             self.num_rows = num_rows
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ):
+        request = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        resume_from_checkpoint = resume_request(request)
+        if self.state.global_step == 0:
+            check_output_dir(self.args.output_dir, resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _save_checkpoint(self, model, trial):
         super()._save_checkpoint(model, trial)

@@ -403,9 +403,9 @@ class StableDRLTrainer(GRPOTrainer):
         scored = row_index[gathered(self.accelerator, has_tokens)].tolist()
         if scored and not log_ratio.isfinite().any():
             raise RuntimeError(
-                f"Step {self.state.global_step}: all {len(scored)} scored rows of the optimizer step have a non-finite "
-                f"likelihood (rows {sorted(scored)}). The model has diverged: resume from an earlier checkpoint with a "
-                "smaller learning_rate."
+                f"Step {self.state.global_step}: all {len(scored)} scored rows of the optimizer step have a "
+                f"non-finite likelihood (rows {sorted(scored)}). The model has diverged: resume from an earlier "
+                "checkpoint with a smaller learning_rate."
             )
         metrics = objective.weight_metrics(
             log_ratio,

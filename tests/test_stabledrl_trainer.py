@@ -52,7 +52,7 @@ def layout(b: int, a: int, s: int, **options: Any) -> dict[str, Any]:
 # The gradient of an optimizer step is that of the definition, for every layout
 
 
-# largest relative difference to the definition: 3.5e-8, 5.4e-8, 9.4e-8, 7.2e-8, 2.1e-7, 1.4e-7, 7.2e-8, 7.2e-8, 3.1e-7
+# largest relative difference to the definition: 3.5e-8, 5.4e-8, 9.4e-8, 7.2e-8, 2.1e-7, 1.4e-7, 6.8e-8, 3.5e-7, 1.9e-7
 @pytest.mark.parametrize(
     ("num_prompts", "num_iterations", "num_steps", "layouts"),
     [
@@ -69,7 +69,7 @@ def layout(b: int, a: int, s: int, **options: Any) -> dict[str, Any]:
 )
 def test_every_layout_gives_the_gradient_of_the_definition(num_prompts, num_iterations, num_steps, layouts, tmp_path):
     expected: list[Tensor] = []
-    rollouts: list[list[list[int]]] = []
+    rollouts: list[list[int]] = []
     metrics: dict[str, Any] = {}
     for sizes in layouts:
         options = layout(*sizes, num_iterations=num_iterations, max_steps=num_steps)
@@ -579,7 +579,7 @@ class Counted(StableDRLTrainer):
         self.positions: Counter[str] = Counter()
         self.phase = "rollout"
         super().__init__(*args, **kwargs)
-        self.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        torch.nn.Module.register_forward_pre_hook(self.model, self._count, with_kwargs=True)
         if self.ref_model is not None:
             self.ref_model.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -595,9 +595,9 @@ class Counted(StableDRLTrainer):
         yield
         self.phase = before
 
-    def _score_iterations(self, model, *args):
+    def _score_iterations(self, model, batch, iterations, batch_size):
         with self._counting("reference" if model is self.ref_model else "old"):
-            return super()._score_iterations(model, *args)
+            return super()._score_iterations(model, batch, iterations, batch_size)
 
     def _weigh(self, *args, **kwargs):
         with self._counting("prepass"):
@@ -998,7 +998,8 @@ def test_without_arguments_the_run_is_named_after_the_model(float64_folder, monk
         assert (trainer.args.mask_law, trainer.args.mc_sampling) == ("block_suffix", "complementary")
         assert (trainer.args.num_mc_samples, trainer.args.block_length) == (2, 32)
         assert trainer.args.num_denoising_steps == 16
-        assert trainer.processing_class.mask_token_id == 2
+        tokenizer: Any = trainer.processing_class
+        assert tokenizer.mask_token_id == 2
 
 
 def test_callbacks_and_optimizers_are_the_users(tmp_path):

@@ -157,7 +157,7 @@ class Recorder(TrainerCallback):
 
 @dataclasses.dataclass
 class Run:
-    trainer: StableDRLTrainer
+    trainer: Any  # a StableDRLTrainer, or a class of a test that watches one
     recorder: Recorder
 
     @property

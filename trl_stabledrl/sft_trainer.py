@@ -83,7 +83,8 @@ class DiffusionSFTTrainer(SFTTrainer):
         check_args(args, DiffusionSFTConfig, trainer=type(self).__name__)
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
-                "compute_loss_func is not honoured by DiffusionSFTTrainer: the loss is the negative ELBO. Leave it out."
+                "compute_loss_func is not honoured by DiffusionSFTTrainer: the loss is the negative ELBO. Leave it "
+                "out."
             )
         is_tokenized = isinstance(train_dataset, Dataset) and "input_ids" in train_dataset.column_names
         columns = ("input_ids", "completion_mask") if is_tokenized else ("prompt", "completion")

@@ -42,8 +42,9 @@ def test_quickstart_writes_a_summary_a_picture_and_a_loadable_checkpoint(tmp_pat
     assert [json.loads(line)["step"] for line in (tmp_path / "log_rl.jsonl").read_text().splitlines()][:2] == [1, 2]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    (completion,) = trl_stabledrl.generate(model, tokenizer, ["83517264"], max_completion_length=8, block_length=8)
-    assert isinstance(completion, str)
+    completions = trl_stabledrl.generate(model, tokenizer, ["83517264"], max_completion_length=8, block_length=8)
+    assert isinstance(completions[0], str)
+    assert len(completions) == 1
     assert "after the control" in screen.getvalue()
 
 

@@ -230,6 +230,8 @@ def test_evaluation_uses_the_same_masks_each_time_and_leaves_the_run_alone(tmp_p
 
     assert torch.equal(flat(alone.model.parameters()), flat(evaluated.model.parameters()))
     assert len(recorder.logged("eval_loss")) == 2
+    _, frozen = trained(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=7, learning_rate=0.0)
+    assert len(set(frozen.logged("eval_loss"))) == 1
     first, second = evaluated.evaluate(), evaluated.evaluate()
     assert first["eval_loss"] == second["eval_loss"] == pytest.approx(-first["eval_elbo_per_token"])
     with pytest.raises(ValueError, match="no logits to return"):

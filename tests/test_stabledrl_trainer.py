@@ -298,8 +298,9 @@ def test_the_global_generators_are_neither_read_nor_reseeded(tmp_path):
 
 
 def test_another_seed_is_another_run(tmp_path):
-    first, second = run_of(tmp_path), run_of(tmp_path, seed=43)
+    first, second = (run_of(tmp_path, seed=seed, shuffle_dataset=False) for seed in (42, 43))
 
+    assert first.recorder.generations[0].prompts == second.recorder.generations[0].prompts
     assert first.recorder.generations[0].completions != second.recorder.generations[0].completions
 
 
@@ -369,25 +370,36 @@ def lost_draws(run: Run, *, iteration: int = 0) -> dict[int, list[bool]]:
     return found
 
 
+# which draws of which rows are lost, by seed
+LOST_DRAWS = {
+    1: {2: [True, False], 15: [False, True]},  # rows 0 and 1 have been propagated with a quarter each
+    2: {0: [False, True]},  # the first draw has been propagated when the second is found
+    10: {0: [True, True], 2: [False, True], 4: [True, True], 14: [False, True]},
+}
+
+
 # largest relative difference: 2.3e-7
 @pytest.mark.parametrize(
-    "options",
+    ("seed", "options"),
     [
-        layout(16, 1, 1),  # found in the pass that supplies the weights
-        layout(4, 4, 4),  # the same, one group a micro-step
-        layout(1, 16, 16),  # found late: half of the group has been propagated with a quarter each
-        layout(2, 8, 8, surrogate="sandwich", gradient_checkpointing=True),
-        layout(2, 2, 8, max_steps=4),  # found by the pass before the micro-steps
-        layout(2, 8, 8, mask_coupling="independent", num_iterations=2, max_steps=2),
+        (10, layout(16, 1, 1)),  # found in the pass that supplies the weights
+        (10, layout(4, 4, 4)),  # the same, one group a micro-step
+        (10, layout(2, 2, 8, max_steps=4)),  # found by the pass before the micro-steps
+        (10, layout(2, 8, 8, mask_coupling="independent", num_iterations=2, max_steps=2)),
+        (1, layout(1, 16, 16)),  # found late
+        (2, layout(1, 16, 16)),
+        (2, layout(2, 8, 8)),
+        (1, layout(2, 8, 8, surrogate="sandwich", gradient_checkpointing=True)),
     ],
     ids=str,
 )
-def test_a_row_without_a_finite_likelihood_leaves_the_others_as_they_would_be_without_it(options, tmp_path, poisoned):
-    run = run_of(tmp_path, model=poisoned(), prompts=PROMPTS_WITHOUT_IT, seed=10, learning_rate=0.2, **options)
+def test_a_row_without_a_finite_likelihood_leaves_the_others_as_they_would_be_without_it(
+    seed, options, tmp_path, poisoned
+):
+    run = run_of(tmp_path, model=poisoned(), prompts=PROMPTS_WITHOUT_IT, seed=seed, learning_rate=0.2, **options)
 
     lost = lost_draws(run)
-    assert [True, True] in lost.values()
-    assert [False, True] in lost.values()  # the first draw has been propagated when the second is found NaN
+    assert lost == LOST_DRAWS[seed]
     expected = naive_gradients(run)
     for gradient, definition in zip(run.gradients, expected, strict=True):
         assert relative_difference(gradient, definition) < TOLERANCE
@@ -678,13 +690,14 @@ def test_the_kl_pays_for_reference_scores_and_for_a_row_score_to_replay(tmp_path
 
 
 def test_evaluation_between_inner_iterations_leaves_the_run_bit_equal(tmp_path):
-    options = layout(4, 2, 4, num_iterations=2, max_steps=4)
+    options = layout(4, 4, 4, num_iterations=2, max_steps=3)
     alone = run_of(tmp_path, **options)
     evaluated = run_of(tmp_path, eval_prompts=PROMPTS[:3], eval_strategy="steps", eval_steps=1, **options)
 
     assert torch.equal(alone.parameters, evaluated.parameters)
     assert all(torch.equal(x, y) for x, y in zip(alone.gradients, evaluated.gradients, strict=True))
-    assert len(evaluated.recorder.logged("eval_loss")) == 4
+    assert len(evaluated.recorder.generations) == 2
+    assert len(evaluated.recorder.logged("eval_loss")) == 3
     assert set(evaluated.recorder.logged("eval_ratio/max")) == {1.0}
 
 
@@ -730,6 +743,8 @@ def test_every_documented_metric_is_logged(tmp_path):
     run = run_of(tmp_path, **layout(2, 8, 8, num_iterations=2, max_steps=2))
 
     assert set(run.recorder.logs[0]) >= METRICS
+    phases = [name for name in METRICS if name.startswith("seconds/")]
+    assert all(run.recorder.logs[0][name] > 0 for name in phases)
     entropy = run.recorder.logged("entropy")[0]
     assert 0 < entropy < torch.tensor(12.0).log()
     assert run.recorder.logged("rollout/tokens_per_forward")[0] == pytest.approx(6 / 3.5, rel=0.3)
@@ -858,7 +873,8 @@ def test_a_checkpoint_is_self_contained(tmp_path, float64_folder):
     assert json.loads((folder / "config.json").read_text())["mask_token_id"] == 2
     assert json.loads((folder / "stabledrl_state.json").read_text()) == {"num_rollouts": 1, "micro_steps": 1}
     card = (tmp_path / "README.md").read_text()
-    assert "2603.06743" in card
+    assert "papers/2603.06743" in card
+    assert "eprint       = {arXiv:2603.06743}" in card
     assert "Stabilizing Reinforcement Learning for Diffusion Language Models" in card
 
 

@@ -310,8 +310,8 @@ def check_no_other_run(output_dir: Path, config: QuickstartConfig) -> None:
     found = json.loads(path.read_text())
     if (found["task"], found["seed"]) != (config.task, config.seed):
         raise ValueError(
-            f"output_dir={str(output_dir)!r} holds the results of task {found['task']!r}, seed {found['seed']}, and this "
-            f"run is task {config.task!r}, seed {config.seed}. Nothing was touched. Choose another folder with "
+            f"output_dir={str(output_dir)!r} holds the results of task {found['task']!r}, seed {found['seed']}, and "
+            f"this run is task {config.task!r}, seed {config.seed}. Nothing was touched. Choose another folder with "
             "--output_dir."
         )
 

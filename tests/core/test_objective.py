@@ -15,6 +15,7 @@ from trl_stabledrl.core.objective import (
     policy_loss,
     self_normalized_weights,
     weight_metrics,
+    without_rounding,
 )
 
 EPSILON = 5.0
@@ -342,3 +343,18 @@ def test_bounds_that_are_no_logs_of_ratios_are_refused(low, high):
 def test_an_unknown_kl_estimator_is_refused():
     with pytest.raises(ValueError, match="kl_estimator='k1' is not known. Use 'k2' or 'k3'"):
         untyped(kl_estimate)(torch.zeros(1), estimator="k1")
+
+
+def test_equal_rewards_leave_no_advantage_but_others_are_kept_to_the_bit():
+    seven = torch.full((7,), 0.7)
+    residue = seven - seven.mean()
+    assert residue.ne(0).all()  # what the function is for
+    mixed = torch.tensor([0.5, -0.5, 0.0])  # a row without a reward has none
+    unscored = torch.cat([residue[:2], torch.zeros(1)])
+    advantage = torch.cat([residue, mixed, unscored, torch.zeros(2)])
+    groups = torch.tensor([0] * 7 + [1] * 3 + [2] * 3 + [3] * 2)
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(0))
+
+    found = without_rounding(advantage[order], groups[order])
+
+    assert torch.equal(found, torch.where(groups == 1, advantage, 0.0)[order])

@@ -591,9 +591,10 @@ class Counted(StableDRLTrainer):
         self.positions: Counter[str] = Counter()
         self.phase = "rollout"
         super().__init__(*args, **kwargs)
-        torch.nn.Module.register_forward_pre_hook(self.model, self._count, with_kwargs=True)
-        if self.ref_model is not None:
-            self.ref_model.register_forward_pre_hook(self._count, with_kwargs=True)
+        models: list[Any] = [self.model, self.ref_model]
+        for model in models:
+            if model is not None:
+                model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, module: Any, args: Any, kwargs: Any) -> None:
         if self.model.training:

@@ -5,11 +5,14 @@ from typing import Any, Literal
 import pytest
 from datasets import Dataset, IterableDataset
 
+from tests.tiny import tiny_llada
 from trl_stabledrl.checks import (
     check_choice,
     check_dataset,
     check_datasets,
     check_output_dir,
+    check_reference_path,
+    default_bf16,
     load_run_state,
     resume_request,
     save_run_state,
@@ -116,3 +119,16 @@ def test_counters_of_a_run_are_read_back(tmp_path):
 def test_a_folder_without_counters_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"stabledrl_state\.json is missing, so .* was not written by a trainer"):
         load_run_state(tmp_path)
+
+
+def test_bf16_is_the_default_only_where_there_is_an_accelerator(monkeypatch):
+    assert default_bf16(None, use_cpu=True) is False
+    assert default_bf16(True, use_cpu=True) is True
+    for has_accelerator, expected in ((False, False), (True, None)):
+        monkeypatch.setattr("torch.accelerator.is_available", lambda found=has_accelerator: found)
+        assert default_bf16(None, use_cpu=False) is expected
+
+
+def test_reference_of_a_model_built_in_memory_is_refused_with_the_remedies():
+    with pytest.raises(ValueError, match="beta is above 0.*pass the folder as model="):
+        check_reference_path(tiny_llada())

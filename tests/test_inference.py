@@ -251,3 +251,17 @@ def test_scoring_what_cannot_be_scored_is_refused(changes, message):
 def test_generating_with_settings_that_cannot_work_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         generated(model_of(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("completions", "options", "message"),
+    [
+        (["1"], {"tail": "zzz"}, "tail='zzz' is not known"),
+        ("1", {}, "completions='1' must be a list"),
+        ([[5, 999]], {}, r"\[5, 999\] is neither text nor token ids below"),
+        ([[{"role": "assistant", "content": "1"}]], {}, "Pass the text of a chat message"),
+    ],
+)
+def test_score_refuses_what_it_cannot_read(completions, options, message):
+    with pytest.raises(ValueError, match=message):
+        score(tiny_llada(), tiny_tokenizer(), ["12"], completions, **options)

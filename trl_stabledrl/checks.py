@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -63,10 +64,25 @@ def check_args(args: Any, config_class: type, *, trainer: str) -> None:
         )
 
 
+def check_reference_path(model: Any) -> None:
+    """Raise where TRL could not load the reference: it reads it from the path the policy was loaded from."""
+    if not model.config.name_or_path:
+        raise ValueError(
+            "beta is above 0, so a reference model is needed, and it is loaded from the path the model came from; "
+            "this model was built in memory and has none. Save it and pass the folder as model=, train with "
+            "peft_config (the reference is then the model without the adapter), or set beta=0."
+        )
+
+
 def revision_of(model_init_kwargs: dict[str, Any] | str | None) -> str | None:
     """The hub revision that a config asks for; a string is JSON, as on the command line."""
     values = json.loads(model_init_kwargs) if isinstance(model_init_kwargs, str) else model_init_kwargs
     return (values or {}).get("revision")
+
+
+def default_bf16(bf16: bool | None, *, use_cpu: bool) -> bool | None:
+    """TRL's default is bf16, which Transformers refuses where there is no accelerator: float32 there."""
+    return False if bf16 is None and (use_cpu or not torch.accelerator.is_available()) else bf16
 
 
 def resume_request(value: str | bool | None) -> str | bool | None:

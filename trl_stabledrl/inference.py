@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -241,6 +241,10 @@ def score(
         [`CompletionScores`]
     """
     _check_batch_size(batch_size)
+    if tail not in get_args(Tail):
+        raise ValueError(f"tail={tail!r} is not known. Use one of {', '.join(get_args(Tail))}.")
+    if isinstance(completions, str):
+        raise ValueError(f"completions={completions!r} must be a list, one entry for each prompt.")
     if len(prompts) != len(completions):
         raise ValueError(f"There are {len(prompts)} prompts but {len(completions)} completions. Pass one for each.")
     facts = model_facts(model, tokenizer)
@@ -286,7 +290,13 @@ def _encode_completion(
         if add_end_token:
             ids = [*ids, tokenizer.eos_token_id if tokenizer.eos_token_id is not None else end_token_ids[0]]
     else:
-        ids = [int(token) for token in completion]
+        ids = list(completion)
+        size = len(tokenizer)
+        if not all(isinstance(token, int) and 0 <= token < size for token in ids):
+            raise ValueError(
+                f"completion {completion!r} is neither text nor token ids below {size}. Pass the text of a chat "
+                "message, not the message."
+            )
     if not ids:
         raise ValueError(f"completion {completion!r} has no tokens, so there is nothing to score. Leave it out.")
     length = next((index + 1 for index, token in enumerate(ids) if token in end_token_ids), len(ids))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from trl import SFTConfig
 
-from .checks import check_choice
+from .checks import check_choice, default_bf16
 from .core.masking import MaskLaw, McSampling, check_draws
 from .likelihood import Tail
 
@@ -68,6 +68,7 @@ class DiffusionSFTConfig(SFTConfig):
     completion_only_loss: bool | None = field(default=True, metadata={"help": "Always true."})
 
     def __post_init__(self):
+        self.bf16 = default_bf16(self.bf16, use_cpu=self.use_cpu)
         if not self.completion_only_loss:
             raise ValueError(
                 f"completion_only_loss={self.completion_only_loss!r} is not supported: the loss is the ELBO of the "

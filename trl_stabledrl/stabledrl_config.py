@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trl import GRPOConfig
 
-from .checks import check_choice
+from .checks import check_choice, default_bf16
 from .core.masking import MaskLaw, McSampling, check_draws
 from .core.objective import ClipMode, KlEstimator, RatioNormalization, log_clip_bounds
 from .core.unmasking import Remasking
@@ -223,6 +223,7 @@ class StableDRLConfig(GRPOConfig):
     vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "Always false."})
 
     def __post_init__(self):
+        self.bf16 = default_bf16(self.bf16, use_cpu=self.use_cpu)
         self._check_inherited()
         self._check_own()
         self._check_group_size()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
@@ -26,6 +26,7 @@ from .checks import (
     check_args,
     check_datasets,
     check_output_dir,
+    check_reference_path,
     load_run_state,
     resume_request,
     revision_of,
@@ -139,6 +140,8 @@ class StableDRLTrainer(GRPOTrainer):
         check_datasets(train_dataset, eval_dataset, columns=("prompt",))
         if not reward_funcs:
             raise ValueError("reward_funcs is empty: pass at least one reward function, as a callable or a model id.")
+        if args.beta != 0.0 and not isinstance(model, str) and peft_config is None and not is_peft_model(model):
+            check_reference_path(model)
         facts = model_facts(model, processing_class, revision=revision_of(args.model_init_kwargs))
         args.resolve(facts.family)
         self.end_token_ids = facts.end_token_ids

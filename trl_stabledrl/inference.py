@@ -16,6 +16,7 @@ from .core.noise import Stream, random_bits
 from .core.unmasking import Remasking
 from .likelihood import LikelihoodSettings, Rows, Tail, score_elbo
 from .models.facts import model_facts
+from .models.families import Family
 from .progress import token_bar
 from .samplers.full import Rollout, SamplingSettings, SuppressEos, sample_full
 
@@ -67,6 +68,27 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
     else:
         encoded = tokenizer.apply_chat_template(rows, add_generation_prompt=True, tokenize=True, return_dict=True)
     return encoded["input_ids"]
+
+
+def sampling_settings(
+    family: Family,
+    *,
+    max_completion_length: int,
+    block_length: int | None,
+    num_denoising_steps: int | None,
+    **rest: Any,
+) -> SamplingSettings:
+    """Fill in what is left to the family, and raise where the options do not fit together; no model is needed."""
+    if block_length is None:
+        block_length = min(family.block_length, max_completion_length)
+    if num_denoising_steps is None:
+        num_denoising_steps = -(-block_length // family.tokens_per_step)
+    return SamplingSettings(
+        max_completion_length=max_completion_length,
+        block_length=block_length,
+        num_denoising_steps=num_denoising_steps,
+        **rest,
+    )
 
 
 def generate(
@@ -147,11 +169,8 @@ def generate(
     """
     _check_batch_size(batch_size)
     facts = model_facts(model, tokenizer)
-    if block_length is None:
-        block_length = min(facts.family.block_length, max_completion_length)
-    if num_denoising_steps is None:
-        num_denoising_steps = -(-block_length // facts.family.tokens_per_step)
-    settings = SamplingSettings(
+    settings = sampling_settings(
+        facts.family,
         max_completion_length=max_completion_length,
         block_length=block_length,
         num_denoising_steps=num_denoising_steps,

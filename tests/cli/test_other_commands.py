@@ -7,6 +7,7 @@ from importlib import metadata
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_stabledrl
 from trl_stabledrl.cli import sft, train
@@ -84,7 +85,6 @@ def test_generate_takes_the_options_of_the_function_with_the_same_defaults():
 
 
 def test_generate_prints_what_the_function_returns(model_folder, capsys):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -132,7 +132,9 @@ def test_generate_refuses_in_one_line(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_generate_passes_on_the_samplers_own_checks(model_folder, capsys):
+def test_generate_passes_on_the_samplers_own_checks_before_weights_are_loaded(model_folder, capsys, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights loaded"))
+
     assert main(["generate", "--model_name_or_path", str(model_folder), "--prompt", "a", "--block_length", "0"]) == 2
 
     assert "block_length" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 """`trl-stabledrl generate`: completions of a checkpoint on the terminal."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 import torch
@@ -11,9 +11,9 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..core.unmasking import Remasking
-from ..inference import generate
+from ..inference import generate, sampling_settings
 from ..models.families import family_of
-from ..samplers.full import SuppressEos
+from ..samplers.full import SamplingSettings, SuppressEos
 from .console import UserError, blamed_on
 from .job import show_help
 from .parser import RecipeParser
@@ -112,8 +112,11 @@ def run(argv: Sequence[str]) -> int:
     if not arguments.prompt:
         raise UserError('prompt is missing: --prompt "What is 6 times 7?"')
     with blamed_on(f"model_name_or_path={path!r}", ValueError, OSError, KeyError):
-        family_of(AutoConfig.from_pretrained(path))
+        family = family_of(AutoConfig.from_pretrained(path))
         tokenizer = AutoTokenizer.from_pretrained(path)
+    options = {name: value for name, value in vars(arguments).items() if name not in _LOADING}
+    # before the weights are loaded
+    sampling_settings(family, **{f.name: options[f.name] for f in fields(SamplingSettings) if f.name in options})
     with blamed_on(f"device={arguments.device!r}", RuntimeError):
         device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with blamed_on(f"model_name_or_path={path!r}", ValueError, OSError):
@@ -122,7 +125,6 @@ def run(argv: Sequence[str]) -> int:
     prompts: Any = arguments.prompt
     if tokenizer.chat_template and arguments.use_chat_template:
         prompts = [[{"role": "user", "content": text}] for text in prompts]
-    options = {name: value for name, value in vars(arguments).items() if name not in _LOADING}
     completions = generate(model, tokenizer, prompts, **options)
     console = Console(highlight=False)
     for prompt, completion in zip(arguments.prompt, completions, strict=True):

@@ -20,6 +20,8 @@ RECIPE = trl_stabledrl.recipes_folder() / "quickstart.yaml"
 def short_config(output_dir: Path, **overrides) -> QuickstartConfig:
     config = QuickstartConfig.load(RECIPE, output_dir=str(output_dir), num_eval_prompts=16, **overrides)
     config.num_train_prompts = 64
+    for part in config.tasks.values():
+        part.pop("sft", None)
     config.sft.update(max_steps=2, per_device_train_batch_size=8, logging_steps=1)
     config.rl.update(max_steps=2, per_device_train_batch_size=16, warmup_steps=0, logging_steps=1)
     return config

@@ -105,6 +105,14 @@ def check_output_dir(output_dir: str | None, resume_from_checkpoint: str | bool 
         )
 
 
+def checked_resume(args: Any, request: str | bool | None, *, global_step: int) -> str | bool | None:
+    """What `train` resumes from: its argument, else the configuration's. Raises before another run is overwritten."""
+    resume = resume_request(args.resume_from_checkpoint if request is None else request)
+    if global_step == 0:
+        check_output_dir(args.output_dir, resume)
+    return resume
+
+
 def save_run_state(folder: Path, **counters: int) -> None:
     """Write the counters that name the rows of the run."""
     (folder / RUN_STATE_FILE).write_text(json.dumps(counters, indent=2) + "\n")

@@ -15,9 +15,8 @@ from .batching import EVALUATION_ROWS, left_padded, right_padded, summed
 from .checks import (
     check_args,
     check_datasets,
-    check_output_dir,
+    checked_resume,
     load_run_state,
-    resume_request,
     revision_of,
     save_run_state,
 )
@@ -172,10 +171,7 @@ class DiffusionSFTTrainer(SFTTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ):
-        request = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        resume_from_checkpoint = resume_request(request)
-        if self.state.global_step == 0:
-            check_output_dir(self.args.output_dir, resume_from_checkpoint)
+        resume_from_checkpoint = checked_resume(self.args, resume_from_checkpoint, global_step=self.state.global_step)
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _save_checkpoint(self, model, trial):

@@ -1,13 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
 """
-`scripts/bench.py llada`: what one GRPO cycle of [`StableDRLTrainer`] costs, on the job its peers were measured on.
+`scripts/bench.py llada` and `scripts/bench.py sdar`: what one GRPO cycle of [`StableDRLTrainer`] costs, on the jobs
+its peers were measured on.
 
-A random LLaDA of 4 layers, width 256 and 126,464 tokens in float32 on one CPU thread; one group of 8 completions of
-128 tokens for a prompt of 64, in blocks of 32 and 64 denoising steps; 2 draws, 2 inner iterations, AdamW. Everything
-is measured from outside the library, by hooks on the model and by looking at every tensor operation, and must then
-agree with the library's own counters. End tokens are not sampled (`suppress_eos="sampling"`): no row ends early, so
-that the rollout's counters are the same for every seed.
+A random model of 4 layers and width 256 in float32 on one CPU thread; one group of 8 completions of 128 tokens for a
+prompt of 64; 2 draws, 2 inner iterations, AdamW. LLaDA: 126,464 tokens, blocks of 32 in 16 denoising steps. SDAR:
+151,936 tokens, blocks of 4 in 4 static steps, complementary draws. Everything is measured from outside the library, by
+hooks on the model and by looking at every tensor operation, and must then agree with the library's own counters. End
+tokens are not sampled (`suppress_eos="sampling"`): no row ends early, so that the rollout's counters are the same for
+every seed.
 
 `--json` prints one line. Its figures are by phase (`rollout`, `old`, `loss`, `backward`, `optimizer`; `other` is what
 lies between them, such as rewards and data loading) and in total:
@@ -28,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
@@ -46,8 +48,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from trl_stabledrl import StableDRLConfig, StableDRLTrainer, stabledrl_trainer
-from trl_stabledrl.core.masking import MaskLaw
-from trl_stabledrl.models import LLaDAConfig, LLaDAModelLM
+from trl_stabledrl.core.masking import MaskLaw, McSampling
+from trl_stabledrl.models import LLaDAConfig, LLaDAModelLM, SDARConfig, SDARForCausalLM
 
 PHASES = ("rollout", "old", "loss", "backward", "optimizer", "other")
 _MATMULS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
@@ -71,6 +73,9 @@ class Job:
     num_iterations: int = 2
 
 
+SDAR_JOB = Job(vocab_size=151_936, block_length=4, num_denoising_steps=4)
+
+
 @dataclass(frozen=True)
 class Peer:
     """
@@ -83,7 +88,7 @@ class Peer:
     model_calls: int
     vocab_positions: int
     largest_logits_mb: int
-    cpu_seconds: int
+    cpu_seconds: int | None
     peak_rss_gb: float
 
 
@@ -95,6 +100,10 @@ PEERS = (
     Peer("ESPO", 80, 122_880, 777, 410, 6.3),
     Peer("dllm", 68, 104_448, 777, 651, 11.9),
 )
+
+# SDAR's own generate for the rollout, one row at a time, and dLLM-RL for the scores: no peer has both. dLLM-RL ran 16
+# rows in batches of 8 for two optimizer steps more, so that its seconds are not those of this job.
+SDAR_PEERS = (Peer("SDAR generate + dLLM-RL", 1288 + 2 + 4, 5632 + 15_360, 1556, None, 5.9),)
 
 COMPARED = (
     "model_calls",
@@ -256,6 +265,28 @@ def build_llada(job: Job, *, seed: int) -> LLaDAModelLM:
         )
 
 
+def build_sdar(job: Job, *, seed: int) -> SDARForCausalLM:
+    """A random SDAR of the job's sizes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return SDARForCausalLM(
+            SDARConfig(
+                vocab_size=job.vocab_size,
+                hidden_size=job.hidden_size,
+                intermediate_size=job.intermediate_size,
+                num_hidden_layers=job.num_hidden_layers,
+                num_attention_heads=job.num_attention_heads,
+                num_key_value_heads=job.num_attention_heads,
+                head_dim=job.hidden_size // job.num_attention_heads,
+                max_position_embeddings=job.prompt_length + job.completion_length,
+                block_size=job.block_length,
+                pad_token_id=0,
+                eos_token_id=1,
+                mask_token_id=2,
+            )
+        )
+
+
 def build_trainer(
     model: Any, job: Job, *, seed: int, output_dir: str, is_quiet: bool = True, **options: Any
 ) -> StableDRLTrainer:
@@ -333,7 +364,7 @@ def measure(trainer: StableDRLTrainer, meter: Meter) -> dict[str, Any]:
             stack.enter_context(
                 mock.patch.object(accelerator, method, _measured(meter, phase, getattr(accelerator, method)))
             )
-        for function, results in {"sample_full": rollouts, "score_rows": scores}.items():
+        for function, results in {"sample": rollouts, "score_rows": scores}.items():
             kept = _kept(results, getattr(stabledrl_trainer, function))
             stack.enter_context(mock.patch.object(stabledrl_trainer, function, kept))
         trainer.add_callback(OptimizerPhase(meter))
@@ -369,16 +400,27 @@ def bench_llada(
     job: Job, *, seed: int = 0, mask_law: MaskLaw = "block_suffix", is_quiet: bool = True
 ) -> dict[str, Any]:
     """Measure the job with a random LLaDA; standard output stays free."""
-    model = build_llada(job, seed=seed)
-    num_positions = job.num_generations * (job.prompt_length + job.completion_length)
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        trainer = build_trainer(model, job, seed=seed, output_dir=folder, is_quiet=is_quiet, mask_law=mask_law)
-        meter = Meter(model, longest_axis=max(num_positions, job.intermediate_size))
-        figures = measure(trainer, meter)
+    figures = _bench(build_llada(job, seed=seed), job, seed=seed, is_quiet=is_quiet, mask_law=mask_law)
     return {"model": "llada", "seed": seed, "mask_law": mask_law, **figures, "job": asdict(job)}
 
 
-def show(figures: dict[str, Any], *, has_peers: bool) -> None:
+def bench_sdar(
+    job: Job, *, seed: int = 0, mc_sampling: McSampling = "complementary", is_quiet: bool = True
+) -> dict[str, Any]:
+    """Measure the job with a random SDAR; standard output stays free."""
+    figures = _bench(build_sdar(job, seed=seed), job, seed=seed, is_quiet=is_quiet, mc_sampling=mc_sampling)
+    return {"model": "sdar", "seed": seed, "mask_law": "staircase", **figures, "job": asdict(job)}
+
+
+def _bench(model: Any, job: Job, *, seed: int, is_quiet: bool, **options: Any) -> dict[str, Any]:
+    num_positions = job.num_generations * (job.prompt_length + job.num_mc_samples * job.completion_length)
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+        trainer = build_trainer(model, job, seed=seed, output_dir=folder, is_quiet=is_quiet, **options)
+        meter = Meter(model, longest_axis=max(num_positions, job.intermediate_size))
+        return measure(trainer, meter)
+
+
+def show(figures: dict[str, Any], *, peers: Sequence[Peer]) -> None:
     """Print two tables: ours by phase, and ours beside the peers'."""
     console = Console(highlight=False)
     columns = (*PHASES, "total")
@@ -390,12 +432,17 @@ def show(figures: dict[str, Any], *, has_peers: bool) -> None:
     ours = {name: figures[name]["total"] if isinstance(figures[name], dict) else figures[name] for name in COMPARED}
     table = _table("Beside the peers (in brackets: times ours)", COMPARED)
     table.add_row("ours", *(f"{value:,}" for value in ours.values()), style="bold")
-    for peer in PEERS if has_peers else ():
+    for peer in peers:
         theirs = {**peer.__dict__, "backbone_positions": peer.vocab_positions}
-        table.add_row(peer.name, *(f"{theirs[name]:,} ({theirs[name] / ours[name]:.1f}x)" for name in COMPARED))
+        cells = (_beside(theirs[name], ours[name]) for name in COMPARED)
+        table.add_row(peer.name, *cells)
     console.print(table)
-    if not has_peers:
+    if not peers:
         console.print("The peers were measured on the default job only.")
+
+
+def _beside(theirs: float | None, ours: float) -> str:
+    return "not measured" if theirs is None else f"{theirs:,} ({theirs / ours:.1f}x)"
 
 
 def _table(title: str, columns: Iterable[str]) -> Table:
@@ -410,19 +457,26 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What one GRPO cycle costs, on the job the peers were measured on.")
     commands = parser.add_subparsers(dest="model", required=True)
     llada = commands.add_parser("llada", help="random LLaDA, full attention")
-    llada.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
-    llada.add_argument("--seed", type=int, default=0, help="of weights, prompt, masks and rollouts")
-    llada.add_argument("--mask_law", choices=get_args(MaskLaw), default="block_suffix")
-    for field in fields(Job):
-        llada.add_argument(f"--{field.name}", type=int, default=field.default)
+    llada.add_argument(
+        "--mask_law", choices=[law for law in get_args(MaskLaw) if law != "staircase"], default="block_suffix"
+    )
+    sdar = commands.add_parser("sdar", help="random SDAR, block diffusion")
+    sdar.add_argument("--mc_sampling", choices=get_args(McSampling), default="complementary")
+    for command, default in ((llada, Job()), (sdar, SDAR_JOB)):
+        command.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
+        command.add_argument("--seed", type=int, default=0, help="of weights, prompt, masks and rollouts")
+        for field in fields(Job):
+            command.add_argument(f"--{field.name}", type=int, default=default.__dict__[field.name])
     options = vars(parser.parse_args(argv))
-    job = Job(**{field.name: options[field.name] for field in fields(Job)})
+    job = Job(**{field.name: options.pop(field.name) for field in fields(Job)})
     torch.set_num_threads(1)
-    figures = bench_llada(job, seed=options["seed"], mask_law=options["mask_law"], is_quiet=options["json"])
-    if options["json"]:
+    name, as_json = options.pop("model"), options.pop("json")
+    bench, default, peers = (bench_sdar, SDAR_JOB, SDAR_PEERS) if name == "sdar" else (bench_llada, Job(), PEERS)
+    figures = bench(job, is_quiet=as_json, **options)
+    if as_json:
         print(json.dumps(figures))
     else:
-        show(figures, has_peers=job == Job())
+        show(figures, peers=peers if job == default else ())
     return 0
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight
 
 
-def _rotated(x: Tensor, position_ids: Tensor, theta: float) -> Tensor:
+def rotated(x: Tensor, position_ids: Tensor, theta: float) -> Tensor:
     """Rotate the pair (i, i + half) of each head by position * theta^(-2i / size)."""
     half = x.shape[-1] // 2
     angle = position_ids.double()[:, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)  # (S, half)
@@ -43,21 +43,21 @@ def naive_llada_logits(
         layer = {
             name.removeprefix(f"blocks.{i}."): w for name, w in weights.items() if name.startswith(f"blocks.{i}.")
         }
-        h = _rms_norm(x, layer["attn_norm.weight"], config["rms_norm_eps"])
+        h = rms_norm(x, layer["attn_norm.weight"], config["rms_norm_eps"])
         q = (h @ layer["q_proj.weight"].T).view(length, num_heads, head_size).transpose(0, 1)  # (heads, S, size)
         k = (h @ layer["k_proj.weight"].T).view(length, num_kv_heads, head_size).transpose(0, 1)
         v = (h @ layer["v_proj.weight"].T).view(length, num_kv_heads, head_size).transpose(0, 1)
-        q = _rotated(q, position_ids, config["rope_theta"])
-        k = _rotated(k, position_ids, config["rope_theta"])
+        q = rotated(q, position_ids, config["rope_theta"])
+        k = rotated(k, position_ids, config["rope_theta"])
         attended = []
         for head in range(num_heads):
             shared = head * num_kv_heads // num_heads
             scores = q[head] @ k[shared].T / math.sqrt(head_size)
             attended.append(scores.masked_fill(~may_attend, -math.inf).softmax(dim=-1) @ v[shared])
         x = x + torch.cat(attended, dim=-1) @ layer["attn_out.weight"].T
-        h = _rms_norm(x, layer["ff_norm.weight"], config["rms_norm_eps"])
+        h = rms_norm(x, layer["ff_norm.weight"], config["rms_norm_eps"])
         gate = h @ layer["ff_proj.weight"].T
         x = x + (gate * torch.sigmoid(gate) * (h @ layer["up_proj.weight"].T)) @ layer["ff_out.weight"].T
-    x = _rms_norm(x, weights["ln_f.weight"], config["rms_norm_eps"])
+    x = rms_norm(x, weights["ln_f.weight"], config["rms_norm_eps"])
     head_name = "wte.weight" if config["weight_tying"] else "ff_out.weight"
     return x @ weights[head_name].T

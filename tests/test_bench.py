@@ -10,7 +10,7 @@ import torch
 from scripts import bench
 from trl_stabledrl import _compat
 from trl_stabledrl.core.masking import MaskLaw, draw_mask_plan
-from trl_stabledrl.samplers import full
+from trl_stabledrl.samplers import common
 
 TINY = bench.Job(
     vocab_size=2500,  # a square, so that the grid of the two-stage race has no empty cells
@@ -57,7 +57,7 @@ def by_phase(**values: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(("law", "seed"), [("block_suffix", 0), ("block_suffix", 7), ("semi_ar", 3)])
 def test_a_cycle_costs_one_projected_position_per_masked_or_scored_token(law: MaskLaw, seed, monkeypatch):
-    monkeypatch.setattr(full, "_CHUNK_LOGITS", 4 * TINY.vocab_size)
+    monkeypatch.setattr(common, "_CHUNK_LOGITS", 4 * TINY.vocab_size)
     monkeypatch.setattr(_compat, "TILE_NUMBERS", 8 * 4 * TINY.vocab_size)  # a CPU takes an eighth of it
 
     figures = bench.bench_llada(TINY, seed=seed, mask_law=law)
@@ -135,10 +135,49 @@ def test_json_is_one_line_and_the_tables_name_every_figure(capsys, monkeypatch):
     )
 
     figures["vocab_positions"]["total"] = 12_000
-    bench.show(figures, has_peers=True)
+    bench.show(figures, peers=bench.PEERS)
 
     table = capsys.readouterr().out
     assert "StableDRL" in table
     assert "107,520 (9.0x)" in table
-    bench.show(figures, has_peers=False)
+    bench.show(figures, peers=())
     assert "The peers were measured on the default job only." in capsys.readouterr().out
+
+
+def test_a_block_diffusion_cycle_shares_prompt_cache_and_clean_text():
+    job = dataclasses.replace(
+        TINY, prompt_length=10, completion_length=17, block_length=4, num_denoising_steps=4, num_generations=3
+    )
+
+    figures = bench.bench_sdar(job, seed=1)
+
+    # 2 of the prompt's 10 tokens share a block with 2 of the completion; 3 whole blocks follow, and 3 tokens
+    blocks, masked = [2, 4, 4, 4, 3], 3 + 3 * 10 + 6
+    steps = sum(blocks)
+    prefill, stored = 8, 3 * 4 * (len(blocks) - 1)
+    positions = 3 * sum(size * steps for size, steps in zip([4, 4, 4, 4, 3], blocks, strict=True))
+    assert figures["model_calls"] == by_phase(rollout=1 + steps, old=1, loss=2)
+    assert figures["vocab_positions"]["rollout"] == 3 * masked
+    assert figures["backbone_positions"]["rollout"] == prefill + positions + stored
+    # clean: the prompt, and the completion up to its last block; each copy: 2 prompt tokens and the completion
+    per_pass = 3 * (10 + 14 + 2 * (2 + 17))
+    assert figures["backbone_positions"]["old"] == per_pass
+    assert figures["backbone_positions"]["loss"] == 2 * per_pass
+    assert figures["graphs"] == by_phase(loss=2)
+    assert figures["recomputed_positions"] == figures["vocab_positions"]["loss"]
+
+
+def test_the_default_block_diffusion_job_is_within_its_bounds(monkeypatch):
+    job = dataclasses.replace(
+        bench.SDAR_JOB, vocab_size=121, hidden_size=16, intermediate_size=24, num_hidden_layers=1
+    )
+
+    figures = bench.bench_sdar(job)
+
+    assert figures["model_calls"]["rollout"] == 129
+    assert figures["vocab_positions"]["rollout"] == 8 * 32 * (4 + 3 + 2 + 1) == 2560
+    assert figures["backbone_positions"]["rollout"] == 64 + 8 * (32 * 16 + 31 * 4) == 5152
+    assert figures["backbone_positions"]["old"] == 8 * (64 + 124 + 2 * 128) <= 8 * (192 + 2 * 131)
+    # pairs score every token once, and once more where both members are full
+    assert 1024 <= figures["vocab_positions"]["old"] <= 2048
+    assert figures["vocab_positions"]["loss"] >= 2 * 1024

@@ -15,8 +15,10 @@ from trl_stabledrl.checks import (
     default_bf16,
     load_run_state,
     resume_request,
+    revision_of,
     save_run_state,
     unknown_key,
+    with_flex_attention,
 )
 
 PROMPTS = Dataset.from_dict({"prompt": ["a"], "answer": ["b"]})
@@ -132,3 +134,22 @@ def test_bf16_is_the_default_only_where_there_is_an_accelerator(monkeypatch):
 def test_reference_of_a_model_built_in_memory_is_refused_with_the_remedies():
     with pytest.raises(ValueError, match="beta is above 0.*pass the folder as model="):
         check_reference_path(tiny_llada())
+
+
+def test_flex_attention_is_asked_for_where_there_is_a_gpu_and_no_other_wish(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert with_flex_attention(None) == {"attn_implementation": "flex_attention"}
+    assert with_flex_attention('{"revision": "r", "attn_implementation": null}') == {
+        "revision": "r",
+        "attn_implementation": "flex_attention",
+    }
+    given = {"attn_implementation": "eager"}
+    assert with_flex_attention(given) == given
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert with_flex_attention({"dtype": "bfloat16"}) == {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(("given", "revision"), [(None, None), ({"revision": "r"}, "r"), ('{"revision": "s"}', "s")])
+def test_the_revision_is_found_in_a_dict_and_in_json(given, revision):
+    assert revision_of(given) == revision

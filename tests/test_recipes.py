@@ -9,13 +9,15 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
 import trl_stabledrl
-from tests.tiny import published_llada_folder, tiny_tokenizer
+from tests.tiny import published_llada_folder, published_sdar_folder, tiny_tokenizer
 from trl_stabledrl.cli.main import main
 from trl_stabledrl.cli.train import make_parser
 
 RECIPES = sorted(trl_stabledrl.recipes_folder().glob("*.yaml"))
 TRAINING = [path for path in RECIPES if path.stem != "quickstart"]
-RELEASED = [path for path in TRAINING if path.stem.endswith("_released")]
+LLADA = [path for path in TRAINING if path.stem.startswith("llada")]
+RELEASED = [path for path in LLADA if path.stem.endswith("_released")]
+SDAR = [path for path in TRAINING if path.stem.startswith("sdar")]
 LAUNCHING = sorted(trl_stabledrl.recipes_folder().glob("accelerate/*.yaml"))
 # one row of each public dataset's shape, where the Hub would be asked
 ROWS = {
@@ -42,11 +44,14 @@ def no_hub(monkeypatch):
 def test_recipes_are_the_ones_this_file_knows():
     tasks = ("countdown", "gsm8k", "math", "sudoku")
     names = [f"llada_8b_{task}{suffix}" for task in tasks for suffix in ("", "_released")]
-    assert [path.stem for path in TRAINING] == names
+    assert [path.stem for path in LLADA] == names
+    names = ["1_7b_math", "1_7b_math_dynamic", "8b_math", "8b_math_dynamic", "8b_math_lora"]
+    assert [path.stem for path in SDAR] == [f"sdar_{name}" for name in names]
+    assert len(LLADA) + len(SDAR) == len(TRAINING)
     assert [path.stem for path in LAUNCHING] == ["cpu", "ddp", "single_gpu", "zero2", "zero3"]
 
 
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", LLADA, ids=lambda path: path.stem)
 def test_recipe_dry_runs_on_a_tiny_model(path, chat_folder, no_hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
@@ -63,7 +68,57 @@ def test_recipe_dry_runs_on_a_tiny_model(path, chat_folder, no_hub, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SDAR, ids=lambda path: path.stem)
+def test_block_diffusion_recipe_dry_runs_on_a_tiny_model(path, no_hub, tmp_path, monkeypatch, capsys):
+    folder = published_sdar_folder(tmp_path / "sdar")
+    tiny_tokenizer(chat_template=True).save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    flags = ["--model_name_or_path", str(folder), "--use_cpu", "--dry_run", "--num_train_prompts", "128"]
+
+    assert main(["train", "--config", str(path), *flags]) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    rows = 128 if path.stem.endswith("lora") else 64
+    assert f"update {rows} rows = {rows // 16} prompts x 16 completions" in shown
+    assert "2048 tokens in 513 blocks of 4" in shown
+    assert ("all tokens above 0.9 in each step" in shown) == path.stem.endswith("dynamic")
+    assert "staircase, 4 cyclic draws, old policy under the same masks" in shown
+    assert [entry.name for entry in tmp_path.iterdir()] == ["sdar"]
+
+
+@pytest.mark.parametrize("path", SDAR, ids=lambda path: path.stem)
+def test_block_diffusion_recipe_has_the_chosen_settings(path):
+    recipe = yaml.safe_load(path.read_text())
+
+    is_lora = path.stem.endswith("lora")
+    expected = {
+        "model_name_or_path": f"JetLM/SDAR-{'1.7B' if '1_7b' in path.stem else '8B'}-Chat",
+        "learning_rate": 1e-5 if is_lora else 1e-6,
+        "num_generations": 16,
+        "num_iterations": 1,
+        "num_denoising_steps": 4,
+        "temperature": 1.0,
+        "mask_law": "staircase",
+        "mc_sampling": "cyclic",
+        "num_mc_samples": 4,
+        "epsilon": 5.0,
+        "max_completion_length": 2048,
+        "output_dir": f"outputs/{path.stem}",
+    }
+    assert expected.items() <= recipe.items()
+    assert ("confidence_threshold" in recipe) == path.stem.endswith("dynamic")
+    assert ("use_peft" in recipe) == is_lora
+    num_processes = 1 if is_lora else 8
+    num_rows = num_processes * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    assert num_rows == (8 if is_lora else 32) * 16
+    header = path.read_text().split("\n\n")[0]
+    launch = "single_gpu" if is_lora else "zero3"
+    assert f"trl-stabledrl train --config {path.stem} --accelerate_config {launch}" in header
+    assert "AIME24 16.7" in header
+
+
+@pytest.mark.parametrize("path", LLADA, ids=lambda path: path.stem)
 def test_recipe_has_the_released_optimizer(path):
     recipe = yaml.safe_load(path.read_text())
 
@@ -109,7 +164,7 @@ def test_released_recipe_has_the_released_choices(path):
     assert recipe["reward_funcs"][-1] == "anti_short_reward"
 
 
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", LLADA, ids=lambda path: path.stem)
 def test_header_says_how_to_start_and_what_to_aim_at(path):
     header = [line for line in path.read_text().split("\n\n")[0].splitlines() if line.startswith("#")]
     text = "\n".join(header)

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from trl_stabledrl.models import LLaDAConfig, LLaDAModelLM
+from trl_stabledrl.models import LLaDAConfig, LLaDAModelLM, SDARConfig, SDARForCausalLM
 
 PAD, END, MASK, UNKNOWN, TURN_END = "<|pad|>", "<|endoftext|>", "<|mdm_mask|>", "<|unk|>", "<|eot_id|>"
 SPECIAL_TOKENS = (PAD, END, MASK, UNKNOWN, TURN_END)  # ids 0 to 4
@@ -91,6 +91,61 @@ TINY_SIZES: dict[str, Any] = {
     "vocab_size": 64,
 }
 
+# config.json of JetLM/SDAR-8B-Chat, field by field; later releases add block_size and mask_token_id
+PUBLISHED_SDAR_CONFIG: dict[str, Any] = {
+    "architectures": ["SDARForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_sdar.SDARConfig",
+        "AutoModel": "modeling_sdar.SDARModel",
+        "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+    },
+    "bos_token_id": 151643,
+    "debug": False,
+    "eos_token_id": 151643,
+    "ep_size": 1,
+    "fuse_cross_entropy": True,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 36,
+    "micro_forward": False,
+    "model_type": "sdar",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "skip_checkpoint": False,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.52.4",
+    "use_cache": True,
+    "use_deepep": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+TINY_SDAR_SIZES: dict[str, Any] = {
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "head_dim": 8,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "mask_token_id": 2,
+    "max_position_embeddings": 512,
+    "max_window_layers": 2,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+
 
 def tiny_llada(
     *,
@@ -124,6 +179,53 @@ def tiny_llada(
         initializer_range=initializer_range,
         max_position_embeddings=512,
     )
+    model = _built(config, attn_implementation, dtype, seed)
+    assert isinstance(model, LLaDAModelLM)
+    return model
+
+
+def tiny_sdar(
+    *,
+    block_size: int = 4,
+    vocab_size: int = 64,
+    hidden_size: int = 32,
+    intermediate_size: int = 48,
+    num_hidden_layers: int = 2,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    head_dim: int = 8,
+    mask_token_id: int | None = 2,
+    eos_token_id: int | list[int] | None = 1,
+    pad_token_id: int | None = 0,
+    tie_word_embeddings: bool = False,
+    initializer_range: float = 0.1,
+    attn_implementation: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> SDARForCausalLM:
+    """Build an SDAR whose logits are far from uniform; the same weights, rounded, whatever the dtype."""
+    config = SDARConfig(
+        block_size=block_size,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        mask_token_id=mask_token_id,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        tie_word_embeddings=tie_word_embeddings,
+        initializer_range=initializer_range,
+        max_position_embeddings=512,
+    )
+    model = _built(config, attn_implementation, dtype, seed)
+    assert isinstance(model, SDARForCausalLM)
+    return model
+
+
+def _built(config: Any, attn_implementation: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):  # tests must not depend on which models were built before them
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
@@ -132,7 +234,6 @@ def tiny_llada(
             weights = model.state_dict()
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
             model.load_state_dict(weights)
-    assert isinstance(model, LLaDAModelLM)
     return model.eval()
 
 
@@ -156,7 +257,7 @@ def tiny_tokenizer(*, characters: str = CHARACTERS, chat_template: bool = False)
 
 
 def published_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Return float32 tensors under the published names, from a closed formula."""
+    """Return float32 tensors under LLaDA's published names, from a closed formula."""
     width, inner = config["d_model"], config["mlp_hidden_size"]
     kv_width = width // config["n_heads"] * (config["n_kv_heads"] or config["n_heads"])
     shapes: dict[str, tuple[int, ...]] = {"model.transformer.wte.weight": (config["embedding_size"], width)}
@@ -176,6 +277,36 @@ def published_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     shapes["model.transformer.ln_f.weight"] = (width,)
     if not config["weight_tying"]:
         shapes["model.transformer.ff_out.weight"] = (config["embedding_size"], width)
+    return _closed_form(shapes)
+
+
+def published_sdar_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
+    """Return float32 tensors under SDAR's published names, which are Qwen3's, from a closed formula."""
+    width, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query_width, kv_width = (config[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], width)}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (width,),
+            f"{layer}.self_attn.q_proj.weight": (query_width, width),
+            f"{layer}.self_attn.k_proj.weight": (kv_width, width),
+            f"{layer}.self_attn.v_proj.weight": (kv_width, width),
+            f"{layer}.self_attn.o_proj.weight": (width, query_width),
+            f"{layer}.self_attn.q_norm.weight": (head_dim,),
+            f"{layer}.self_attn.k_norm.weight": (head_dim,),
+            f"{layer}.post_attention_layernorm.weight": (width,),
+            f"{layer}.mlp.gate_proj.weight": (inner, width),
+            f"{layer}.mlp.up_proj.weight": (inner, width),
+            f"{layer}.mlp.down_proj.weight": (width, inner),
+        }
+    shapes["model.norm.weight"] = (width,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], width)
+    return _closed_form(shapes)
+
+
+def _closed_form(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     tensors = {}
     for k, (name, shape) in enumerate(shapes.items()):
         i = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
@@ -184,18 +315,33 @@ def published_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
+def published_sdar_folder(path: str | Path, *, absent: tuple[str, ...] = (), **changes: Any) -> Path:
+    """
+    Write an SDAR checkpoint as published, with tiny sizes and without the fields in `absent`, by no class of ours.
+
+    The remote code that its `auto_map` names is there too, and raises if anything imports it.
+    """
+    config = PUBLISHED_SDAR_CONFIG | TINY_SDAR_SIZES | changes
+    config = {name: value for name, value in config.items() if name not in absent}
+    return _published_folder(path, config, published_sdar_tensors(config), name="sdar")
+
+
 def published_llada_folder(path: str | Path, **changes: Any) -> Path:
     """
     Write a checkpoint as published, with tiny sizes, without any class of ours.
 
     The remote code that its `auto_map` names is there too, and raises if anything imports it.
     """
+    config = PUBLISHED_CONFIG | TINY_SIZES | changes
+    return _published_folder(path, config, published_tensors(config), name="llada")
+
+
+def _published_folder(path: str | Path, config: dict[str, Any], tensors: dict[str, Tensor], *, name: str) -> Path:
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = PUBLISHED_CONFIG | TINY_SIZES | changes
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    save_file(published_tensors(config), path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     tiny_tokenizer().save_pretrained(path)
-    for module in ("configuration_llada", "modeling_llada"):
+    for module in (f"configuration_{name}", f"modeling_{name}"):
         (path / f"{module}.py").write_text('raise RuntimeError("the checkpoint\'s remote code was run")\n')
     return path

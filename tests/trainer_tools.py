@@ -236,6 +236,7 @@ def objective_of(args: StableDRLConfig) -> naive.Objective:
         seed=args.seed,
         tail=args.tail,
         temperature=args.score_temperature,
+        context_attention=args.context_attention,
         coupling=args.mask_coupling,
         sharing=args.mask_sharing,
         surrogate=args.surrogate,

@@ -13,6 +13,10 @@ from torch import Tensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 
+CACHE_ARGUMENT = "past_key_values"
+"""Argument of a model that takes its cache. Remove when transformers < 5.24 is dropped: it is `cache` from there on."""
+
+
 @contextmanager
 def gathered_head(weight: Tensor) -> Iterator[None]:
     r"""

@@ -74,10 +74,26 @@ def check_reference_path(model: Any) -> None:
         )
 
 
-def revision_of(model_init_kwargs: dict[str, Any] | str | None) -> str | None:
-    """The hub revision that a config asks for; a string is JSON, as on the command line."""
+def _init_kwargs(model_init_kwargs: dict[str, Any] | str | None) -> dict[str, Any]:
+    """A string is JSON, as on the command line."""
     values = json.loads(model_init_kwargs) if isinstance(model_init_kwargs, str) else model_init_kwargs
-    return (values or {}).get("revision")
+    return dict(values or {})
+
+
+def revision_of(model_init_kwargs: dict[str, Any] | str | None) -> str | None:
+    """The hub revision that a config asks for."""
+    return _init_kwargs(model_init_kwargs).get("revision")
+
+
+def with_flex_attention(model_init_kwargs: dict[str, Any] | str | None) -> dict[str, Any]:
+    """
+    Load with FlexAttention where there is a GPU and nothing else was asked for: it skips what a staircase masks out,
+    and needs no mask of the sequence's length squared. On a CPU it has no backward pass.
+    """
+    values = _init_kwargs(model_init_kwargs)
+    if torch.cuda.is_available() and values.get("attn_implementation") is None:
+        values["attn_implementation"] = "flex_attention"
+    return values
 
 
 def default_bf16(bf16: bool | None, *, use_cpu: bool) -> bool | None:

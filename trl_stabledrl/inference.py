@@ -15,10 +15,11 @@ from .core.masking import MaskLaw, McSampling
 from .core.noise import Stream, random_bits
 from .core.unmasking import Remasking
 from .likelihood import LikelihoodSettings, Rows, Tail, score_elbo
+from .models.bidirectional import dense_attention
 from .models.facts import model_facts
 from .models.families import Family
 from .progress import token_bar
-from .samplers.full import Rollout, SamplingSettings, SuppressEos, sample_full
+from .samplers import Rollout, SamplingSettings, SuppressEos, check_decoding, sample
 
 Prompt = str | list[dict[str, Any]]
 
@@ -79,16 +80,17 @@ def sampling_settings(
     **rest: Any,
 ) -> SamplingSettings:
     """Fill in what is left to the family, and raise where the options do not fit together; no model is needed."""
-    if block_length is None:
-        block_length = min(family.block_length, max_completion_length)
+    block_length = family.resolved_block_length(block_length, max_completion_length=max_completion_length)
     if num_denoising_steps is None:
         num_denoising_steps = -(-block_length // family.tokens_per_step)
-    return SamplingSettings(
+    settings = SamplingSettings(
         max_completion_length=max_completion_length,
         block_length=block_length,
         num_denoising_steps=num_denoising_steps,
         **rest,
     )
+    check_decoding(settings, attention=family.attention)
+    return settings
 
 
 def generate(
@@ -186,11 +188,11 @@ def generate(
     seeds = random_bits(seed, Stream.ROLLOUT, torch.arange(len(encoded))).tolist()
     texts: list[str] = []
     rollouts: list[Rollout] = []
-    with token_bar("generate", is_shown=show_progress) as progress:
+    with dense_attention(model), token_bar("generate", is_shown=show_progress) as progress:
         for start in range(0, len(encoded), batch_size):
             batch = encoded[start : start + batch_size]
             ids, is_prompt = left_padded(batch, pad_token_id=facts.mask_token_id)
-            rollout = sample_full(
+            rollout = sample(
                 model,
                 ids.to(model.device),
                 is_prompt.to(model.device),
@@ -198,6 +200,7 @@ def generate(
                 end_token_ids=facts.end_token_ids,
                 settings=settings,
                 row_seeds=seeds[start : start + batch_size],
+                attention=facts.family.attention,
                 progress=_shifted(progress, start * max_completion_length, len(encoded) * max_completion_length),
             )
             texts.extend(tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True))
@@ -211,8 +214,8 @@ def score(
     prompts: Sequence[Prompt],
     completions: Sequence[str] | Sequence[Sequence[int]],
     *,
-    mask_law: MaskLaw = "uniform",
-    mc_sampling: McSampling = "complementary",
+    mask_law: MaskLaw | None = None,
+    mc_sampling: McSampling | None = None,
     num_mc_samples: int = 32,
     block_length: int | None = None,
     max_completion_length: int | None = None,
@@ -234,13 +237,15 @@ def score(
             Plain or conversational prompts.
         completions (`Sequence[str]` or `Sequence[Sequence[int]]`):
             One completion per prompt, as text or as token ids. Tokens after the first end token are not scored.
-        mask_law (`str`, *optional*, defaults to `"uniform"`):
-            `"uniform"` and `"semi_ar"` give bounds; `"block_suffix"` and `"full"` give proxies.
-        mc_sampling (`str`, *optional*, defaults to `"complementary"`):
-            How the draws of a row relate.
+        mask_law (`str`, *optional*):
+            `"uniform"`, `"semi_ar"` and `"staircase"` give bounds; `"block_suffix"` and `"full"` give proxies.
+            Defaults to `"uniform"` with full attention and `"staircase"` with block attention, where no other applies.
+        mc_sampling (`str`, *optional*):
+            How the draws of a row relate. Defaults to `"complementary"`, or `"independent"` under `"full"`.
         num_mc_samples (`int`, *optional*, defaults to `32`):
-            Draws, each one forward pass. The standard error falls with its square root; under `"stratified"` it is
-            an upper estimate, since the strata's differences count as noise.
+            Draws; each is one forward pass, but those of the staircase share one. The standard error falls with its
+            square root; under `"stratified"` and `"cyclic"` it is an upper estimate, since the draws' differences by
+            design count as noise.
         block_length (`int`, *optional*):
             Tokens per block of the block laws. Defaults to the family's.
         max_completion_length (`int`, *optional*):
@@ -272,16 +277,27 @@ def score(
         _encode_completion(tokenizer, completion, facts.end_token_ids, add_end_token) for completion in completions
     ]
     longest = max(len(ids) for ids in targets)
-    has_window = max_completion_length is not None
+    window_length = longest if max_completion_length is None else max_completion_length
+    block_length = facts.family.resolved_block_length(block_length, max_completion_length=window_length)
+    if mask_law is None:
+        mask_law = facts.family.sft_mask_law
+    facts.family.check_mask_law(mask_law)
+    if mc_sampling is None:
+        mc_sampling = "independent" if mask_law == "full" else "complementary"
+    if max_completion_length is None:  # without a window a row must not see its longest neighbour's length
+        if facts.family.attention == "full":
+            tail = "hidden"
+        else:
+            window_length += block_length - 1  # every row's last block is whole
     settings = LikelihoodSettings(
         mask_token_id=facts.mask_token_id,
         mask_law=mask_law,
         mc_sampling=mc_sampling,
         num_mc_samples=num_mc_samples,
-        block_length=block_length if block_length is not None else facts.family.block_length,
-        window_length=max_completion_length if has_window else longest,
+        block_length=block_length,
+        window_length=window_length,
         seed=seed,
-        tail=tail if has_window else "hidden",  # without a window a row must not see its longest neighbour's length
+        tail=tail,
         end_token_id=facts.end_token_ids[0],
         temperature=score_temperature,
     )

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ._compat import fused_log_probs
+from .core.attention import ContextAttention, check_context_attention
 from .core.elbo import elbo_per_token_by_draw, eubo_per_token
 from .core.masking import MaskLaw, MaskPlan, McSampling, check_draws, draw_mask_plan
+from .staircase import build_staircase
 
 Tail = Literal["mask", "eos", "hidden"]
 
@@ -110,6 +112,10 @@ class LikelihoodSettings:
             Token that fills the window under `tail="eos"`.
         temperature (`float`, defaults to `1.0`):
             Temperature of the scored distribution.
+        context_attention (`str`, defaults to `"block_causal"`):
+            How the clean tokens of the staircase see each other: `"block_causal"` or `"causal"`.
+        detach_context (`bool`, defaults to `False`):
+            Whether gradients stop at the keys and values of the staircase's clean tokens.
     """
 
     mask_token_id: int
@@ -122,9 +128,12 @@ class LikelihoodSettings:
     tail: Tail = "mask"
     end_token_id: int | None = None
     temperature: float = 1.0
+    context_attention: ContextAttention = "block_causal"
+    detach_context: bool = False
 
     def __post_init__(self):
         check_draws(self.mask_law, self.mc_sampling, self.num_mc_samples)
+        check_context_attention(self.context_attention)
         if self.tail not in get_args(Tail):
             raise ValueError(f"tail={self.tail!r} is not known. Use one of {', '.join(get_args(Tail))}.")
         if self.tail == "eos" and self.end_token_id is None:
@@ -136,6 +145,21 @@ class LikelihoodSettings:
                 f"score_temperature={self.temperature} must be above 0: a greedy distribution has no logarithm. "
                 "Use 1.0 for the model's own distribution."
             )
+        if self.is_staircase and self.tail != "mask":
+            raise ValueError(
+                f"tail={self.tail!r} does not apply to mask_law='staircase': after the end token a block diffusion "
+                "model saw mask tokens to the end of the block, and no later block. Use tail='mask'."
+            )
+        if not self.is_staircase and (self.context_attention != "block_causal" or self.detach_context):
+            raise ValueError(
+                f"context_attention={self.context_attention!r} and detach_context={self.detach_context} apply to "
+                f"mask_law='staircase' only, not to {self.mask_law!r}: with full attention nothing is clean context. "
+                "Leave them at 'block_causal' and False."
+            )
+
+    @property
+    def is_staircase(self) -> bool:
+        return self.mask_law == "staircase"
 
 
 @dataclass(frozen=True)
@@ -173,6 +197,7 @@ def plan_masks(rows: Rows, settings: LikelihoodSettings, *, iteration: int = 0) 
         block_length=settings.block_length,
         seed=settings.seed,
         iteration=iteration,
+        block_offset=rows.prompt_mask.sum(-1) % settings.block_length if settings.is_staircase else None,
     )
 
 
@@ -228,16 +253,13 @@ def noised_inputs(rows: Rows, plan: MaskPlan, draw: int, settings: LikelihoodSet
         `dict[str, torch.Tensor]`:
             `input_ids`, `attention_mask` and `position_ids` of shape `(B, P + W)`.
     """
-    num_completion = rows.completion_ids.shape[1]
-    window = settings.window_length
-    position = torch.arange(window, device=rows.completion_ids.device)
+    position = torch.arange(settings.window_length, device=rows.completion_ids.device)
     is_tail = position >= rows.completion_length[:, None]  # (B, W)
     filler = settings.mask_token_id
     if settings.tail == "eos":
         assert settings.end_token_id is not None  # checked by the settings
         filler = settings.end_token_id
-    completion_ids = torch.nn.functional.pad(rows.completion_ids, (0, window - num_completion), value=0)
-    completion_ids = completion_ids.masked_fill(is_tail, filler)
+    completion_ids = _window_ids(rows, settings).masked_fill(is_tail, filler)
     completion_ids = completion_ids.masked_fill(plan.is_noised[:, draw], settings.mask_token_id)
     prompt_ids = rows.prompt_ids.masked_fill(plan.is_noised_prompt[:, draw], settings.mask_token_id)
     is_attended = ~is_tail if settings.tail == "hidden" else torch.ones_like(is_tail)
@@ -250,11 +272,44 @@ def noised_inputs(rows: Rows, plan: MaskPlan, draw: int, settings: LikelihoodSet
     }
 
 
-def score_draw(
-    model: Callable[..., Any], rows: Rows, plan: MaskPlan, draw: int, settings: LikelihoodSettings
+def _window_ids(rows: Rows, settings: LikelihoodSettings) -> Tensor:
+    """The completions, padded to the window: `(B, W)`."""
+    return torch.nn.functional.pad(rows.completion_ids, (0, settings.window_length - rows.completion_ids.shape[1]))
+
+
+def _score_selected(
+    model: Callable[..., Any],
+    inputs: dict[str, Any],
+    is_selected: Tensor,
+    window_ids: Tensor,
+    is_scored: Tensor,
+    settings: LikelihoodSettings,
+) -> DrawScores:
+    """One forward pass; `is_selected` `(B, S)` has the positions of `is_scored` `(B, M, W)`, in the same order."""
+    targets = window_ids[:, None].expand_as(is_scored)[is_scored]  # (N,), in the order of hidden[is_selected]
+
+    def head_fn(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return scored_log_probs(hidden, weight, targets.to(hidden.device), temperature=settings.temperature)
+
+    log_probs, entropy = model(**inputs, is_selected=is_selected, head_fn=head_fn)
+    is_scored = is_scored.to(log_probs.device)
+    return DrawScores(
+        logps=log_probs.new_zeros(is_scored.shape).masked_scatter(is_scored, log_probs),
+        entropy=entropy.new_zeros(is_scored.shape).masked_scatter(is_scored, entropy),
+    )
+
+
+def score_draws(
+    model: Callable[..., Any],
+    rows: Rows,
+    plan: MaskPlan,
+    settings: LikelihoodSettings,
+    *,
+    draws: Sequence[int] | None = None,
 ) -> DrawScores:
     """
-    Run one forward pass and score one draw. Only the scored positions pass the vocabulary projection.
+    Score some of the draws: with a staircase in one forward pass, whose clean text they share, else in one pass each,
+    with all their graphs alive together. Only the scored positions pass the vocabulary projection.
 
     Args:
         model (`Callable`):
@@ -263,39 +318,47 @@ def score_draw(
             Rows to score.
         plan ([`~core.masking.MaskPlan`]):
             Masks of the rows.
-        draw (`int`):
-            Which of the `M` draws.
         settings ([`LikelihoodSettings`]):
             How to score.
+        draws (`Sequence[int]`, *optional*):
+            Which of the `M` draws; all by default.
 
     Returns:
         [`DrawScores`]:
-            With `M = 1`. A batch without scored tokens gives differentiable zeros, so that every rank runs backward.
+            With the chosen draws in place of `M`. A batch without scored tokens gives differentiable zeros, so that
+            every rank runs backward.
     """
-    is_scored = plan.is_scored[:, draw]  # (B, W)
-    is_selected = torch.cat([torch.zeros_like(rows.prompt_mask), is_scored], dim=1)  # (B, P + W)
-    window_ids = torch.nn.functional.pad(
-        rows.completion_ids, (0, settings.window_length - rows.completion_ids.shape[1]), value=0
-    )
-    targets = window_ids[is_scored]  # (N,), in the order of hidden[is_selected]
-
-    def head_fn(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return scored_log_probs(hidden, weight, targets.to(hidden.device), temperature=settings.temperature)
-
-    log_probs, entropy = model(**noised_inputs(rows, plan, draw, settings), is_selected=is_selected, head_fn=head_fn)
-    is_scored = is_scored.to(log_probs.device)
+    chosen = list(range(plan.is_noised.shape[1]) if draws is None else draws)
+    window_ids = _window_ids(rows, settings)
+    if settings.is_staircase:
+        is_scored = plan.is_scored[:, chosen]
+        staircase = build_staircase(
+            rows.prompt_ids,
+            rows.prompt_mask,
+            window_ids,
+            rows.completion_length,
+            plan.is_noised[:, chosen],
+            is_scored,
+            block_length=settings.block_length,
+            mask_token_id=settings.mask_token_id,
+        )
+        inputs: dict[str, Any] = {
+            "input_ids": staircase.input_ids,
+            "layout": staircase.layout,
+            "context_attention": settings.context_attention,
+        }
+        if settings.detach_context:
+            inputs["num_detached"] = staircase.num_clean
+        return _score_selected(model, inputs, staircase.is_scored, window_ids, is_scored, settings)
+    parts = []
+    for draw in chosen:
+        is_scored = plan.is_scored[:, [draw]]  # (B, 1, W)
+        is_selected = torch.cat([torch.zeros_like(rows.prompt_mask), is_scored[:, 0]], dim=1)  # (B, P + W)
+        inputs = noised_inputs(rows, plan, draw, settings)
+        parts.append(_score_selected(model, inputs, is_selected, window_ids, is_scored, settings))
     return DrawScores(
-        logps=log_probs.new_zeros(is_scored.shape).masked_scatter(is_scored, log_probs)[:, None],
-        entropy=entropy.new_zeros(is_scored.shape).masked_scatter(is_scored, entropy)[:, None],
-    )
-
-
-def score_draws(model: Callable[..., Any], rows: Rows, plan: MaskPlan, settings: LikelihoodSettings) -> DrawScores:
-    """Score all `M` draws, one forward pass each; with gradients their graphs are alive together."""
-    scores = [score_draw(model, rows, plan, draw, settings) for draw in range(plan.is_noised.shape[1])]
-    return DrawScores(
-        logps=torch.cat([score.logps for score in scores], dim=1),
-        entropy=torch.cat([score.entropy for score in scores], dim=1),
+        logps=torch.cat([part.logps for part in parts], dim=1),
+        entropy=torch.cat([part.entropy for part in parts], dim=1),
     )
 
 
@@ -331,7 +394,7 @@ def score_rows(
     eubo_beta: float | None = None,
 ) -> RowScores:
     """
-    Score rows under some of the draws, with one graph for all of these.
+    Score rows under some of the draws, with one graph for all of these; see [`score_draws`].
 
     Args:
         model (`Callable`):
@@ -350,9 +413,9 @@ def score_rows(
     Returns:
         [`RowScores`]
     """
-    parts = [score_draw(model, rows, plan, draw, settings) for draw in draws]
-    logps = torch.cat([part.logps for part in parts], dim=1)  # (B, len(draws), W)
     chosen = list(draws)
+    scores = score_draws(model, rows, plan, settings, draws=chosen)
+    logps = scores.logps  # (B, len(draws), W)
     is_scored = plan.is_scored[:, chosen]
     shares = elbo_per_token_by_draw(logps, plan.weight[:, chosen].to(logps.dtype)) / plan.weight.shape[1]
     eubo = None
@@ -362,7 +425,7 @@ def score_rows(
     return RowScores(
         elbo=shares.sum(dim=1),
         eubo=eubo,
-        entropy=torch.cat([part.entropy for part in parts], dim=1).sum(),
+        entropy=scores.entropy.sum(),
         num_scored=is_scored.sum(),
     )
 

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
 """
-The whole method on a laptop: a tiny LLaDA learns a verifiable task by supervised masked-diffusion training, improves
-by StableDRL, and is measured before, between and after.
+The whole method on a laptop: a tiny model, LLaDA or SDAR, learns a verifiable task by supervised masked-diffusion
+training, improves by StableDRL, and is measured before, between and after.
 """
 
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,13 +22,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, PrinterCallback, ProgressCallback, TrainerCallback, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    set_seed,
+)
 from transformers.utils import logging as transformers_logging
 
 from .checks import check_output_dir, unknown_key
 from .data import TASKS, Task
 from .inference import generate
-from .models import LLaDAConfig, LLaDAModelLM
+from .models import FAMILIES
 from .quickstart_report import draw, show
 from .rewards import RewardFunc, load_reward
 from .sft_config import DiffusionSFTConfig
@@ -36,6 +45,9 @@ from .sft_trainer import DiffusionSFTTrainer
 from .stabledrl_config import StableDRLConfig
 from .stabledrl_trainer import StableDRLTrainer
 
+MODEL_TYPES = [model_type for family in FAMILIES for model_type in family.model_types]
+RUNNABLE_TASKS = [name for name, task in TASKS.items() if task.target_column is not None]
+PARTS = ("model", "sft", "rl", "tasks")
 CHARACTERS = "0123456789+="
 TOKEN_ID_FIELDS = ("mask_token_id", "eos_token_id", "pad_token_id")
 SPECIAL_TOKENS = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "mask_token": "<|mask|>"}
@@ -47,12 +59,14 @@ class QuickstartConfig:
     What `recipes/quickstart.yaml` holds.
 
     Args:
+        family (`str`, *optional*, defaults to `"llada"`):
+            Kind of model, as its `model_type`: `"llada"` or `"sdar"`.
         task (`str`, *optional*, defaults to `"sorting"`):
             One of the generated tasks: `"sorting"`, `"addition"` or `"sudoku_digits"`.
         seed (`int`, *optional*, defaults to `0`):
             Seed of weights, data, masks and rollouts.
-        output_dir (`str`, *optional*, defaults to `"quickstart"`):
-            Folder of everything that is written.
+        output_dir (`str`, *optional*):
+            Folder of everything that is written. Defaults to `"quickstart"`, or `"quickstart_sdar"` for SDAR.
         control (`str`, *optional*):
             `"permuted"`: repeat the reinforcement learning with rewards permuted inside each group.
         num_train_prompts (`int`, *optional*, defaults to `4096`):
@@ -60,18 +74,21 @@ class QuickstartConfig:
         num_eval_prompts (`int`, *optional*, defaults to `512`):
             Held-out prompts.
         model (`dict`):
-            Fields of [`LLaDAConfig`].
+            Fields of the model's configuration, such as [`LLaDAConfig`].
         sft (`dict`):
             Fields of [`DiffusionSFTConfig`].
         rl (`dict`):
             Fields of [`StableDRLConfig`].
         tasks (`dict`):
             Per task, what differs: `{"addition": {"rl": {...}}}`.
+        families (`dict`):
+            Per family, what differs: `{"sdar": {"model": {...}, "tasks": {"addition": {...}}}}`.
     """
 
+    family: str = "llada"
     task: str = "sorting"
     seed: int = 0
-    output_dir: str = "quickstart"
+    output_dir: str | None = None
     control: str | None = None
     num_train_prompts: int = 4096
     num_eval_prompts: int = 512
@@ -79,36 +96,57 @@ class QuickstartConfig:
     sft: dict[str, Any] = field(default_factory=dict)
     rl: dict[str, Any] = field(default_factory=dict)
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    families: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self):
-        runnable = [name for name, task in TASKS.items() if task.target_column is not None]
-        if self.task not in runnable:
-            raise ValueError(f"task={self.task!r} is not one of {', '.join(map(repr, runnable))}.")
+        for name, known in {"family": MODEL_TYPES, "task": RUNNABLE_TASKS}.items():
+            if self.__dict__[name] not in known:
+                raise ValueError(f"{name}={self.__dict__[name]!r} is not one of {', '.join(map(repr, known))}.")
+        if self.output_dir is None:
+            self.output_dir = "quickstart" if self.family == "llada" else f"quickstart_{self.family}"
         if self.control not in (None, "permuted"):
             raise ValueError(f"control={self.control!r} is not known. Use 'permuted', or leave it out.")
         for name in ("num_train_prompts", "num_eval_prompts"):
             if self.__dict__[name] < 1:
                 raise ValueError(f"{name}={self.__dict__[name]} must be at least 1.")
-        for section, config_class in {"sft": DiffusionSFTConfig, "rl": StableDRLConfig}.items():
-            known = [f.name for f in fields(config_class)]
-            for values in [self.__dict__[section], *(part.get(section, {}) for part in self.tasks.values())]:
-                for key in values:
-                    if key not in known:
-                        raise ValueError(unknown_key(f"{section}.{key}", [f"{section}.{name}" for name in known]))
+        _check_keys({name: self.__dict__[name] for name in PARTS}, "", family=self.family)
+        _check_names(self.families, "families.", known=MODEL_TYPES)
+        for family, values in self.families.items():
+            _check_keys(values, f"families.{family}.", family=family)
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> "QuickstartConfig":
         """Read a YAML file; `overrides` that are not None win."""
         values = yaml.safe_load(Path(path).read_text())
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise ValueError(unknown_key(key, known))
+        _check_names(values, "", known=[f.name for f in fields(cls)])
         return cls(**{**values, **{key: value for key, value in overrides.items() if value is not None}})
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section with the task's own values on top."""
-        return {**self.__dict__[name], **self.tasks.get(self.task, {}).get(name, {})}
+        """A section with the family's own values on top, then the task's."""
+        layers = [self.__dict__, self.families.get(self.family, {})]
+        layers += [layer.get("tasks", {}).get(self.task, {}) for layer in layers]
+        return {key: value for layer in layers for key, value in layer.get(name, {}).items()}
+
+
+def _check_names(values: Iterable[str], path: str, *, known: Sequence[str]) -> None:
+    for name in values:
+        if name not in known:
+            raise ValueError(unknown_key(f"{path}{name}", [f"{path}{known_name}" for known_name in known]))
+
+
+def _check_keys(part: dict[str, Any], path: str, *, family: str) -> None:
+    """Raise where a part of the recipe, its sections or its tasks have a key that nobody reads."""
+    _check_names(part, path, known=PARTS)
+    model_config = type(AutoConfig.for_model(family))
+    for section, known in {
+        "model": [*(f.name for f in fields(model_config)), *model_config.attribute_map],
+        "sft": [f.name for f in fields(DiffusionSFTConfig)],
+        "rl": [f.name for f in fields(StableDRLConfig)],
+        "tasks": RUNNABLE_TASKS,
+    }.items():
+        _check_names(part.get(section, {}), f"{path}{section}.", known=known)
+    for task, values in part.get("tasks", {}).items():
+        _check_keys(values, f"{path}tasks.{task}.", family=family)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -120,19 +158,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL_TOKENS)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: Any) -> LLaDAModelLM:
-    """A LLaDA of the given sizes with random weights."""
+def build_model(tokenizer: PreTrainedTokenizerFast, *, family: str, seed: int, **sizes: Any) -> PreTrainedModel:
+    """A model of the given family and sizes with random weights."""
     set_seed(seed)
-    return LLaDAModelLM(
-        LLaDAConfig(
-            vocab_size=len(tokenizer),
-            **{
-                name: tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS[name.removesuffix("_id")])
-                for name in TOKEN_ID_FIELDS
-            },
-            **sizes,
-        )
-    )
+    token_ids = {
+        name: tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS[name.removesuffix("_id")]) for name in TOKEN_ID_FIELDS
+    }
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **token_ids, **sizes)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def permuted_reward(reward: RewardFunc, *, num_generations: int, seed: int) -> RewardFunc:
@@ -175,6 +208,7 @@ class _Run:
 
     def __init__(self, config: QuickstartConfig, console: Console):
         self.config, self.console = config, console
+        assert config.output_dir is not None  # filled in and checked by QuickstartConfig
         self.task: Task = TASKS[config.task]
         self.output_dir = Path(config.output_dir)
         self.tokenizer = build_tokenizer()
@@ -182,7 +216,7 @@ class _Run:
         self.train_prompts = self.task.prompts("train", num_prompts=config.num_train_prompts, seed=config.seed)
         self.eval_prompts = self.task.prompts("test", num_prompts=config.num_eval_prompts, seed=config.seed)
         self.reward = load_reward(self.task.reward_names[0])
-        assert self.task.target_column is not None  # checked by QuickstartConfig
+        assert self.task.target_column is not None
         self.target_column = self.task.target_column
         self.seconds: dict[str, float] = {}
         self.logs: dict[str, list[dict[str, float]]] = {}
@@ -193,13 +227,13 @@ class _Run:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def complete(self, model: LLaDAModelLM, *, temperature: float) -> list[str]:
-        names = ("max_completion_length", "block_length", "num_denoising_steps")
+    def complete(self, model: PreTrainedModel, *, temperature: float) -> list[str]:
+        names = ("max_completion_length", "block_length", "num_denoising_steps")  # the last two may be the family's
         completions = generate(
             model,
             self.tokenizer,
             self.eval_prompts["prompt"],
-            **{name: self.rl[name] for name in names},
+            **{name: self.rl[name] for name in names if name in self.rl},
             temperature=temperature,
             batch_size=256,
             seed=self.config.seed,
@@ -208,7 +242,7 @@ class _Run:
         assert isinstance(completions, list)
         return completions
 
-    def accuracy(self, model: LLaDAModelLM) -> dict[str, float]:
+    def accuracy(self, model: PreTrainedModel) -> dict[str, float]:
         """Share of held-out prompts answered right, sampled at temperature 1 and greedily."""
         columns = {name: self.eval_prompts[name] for name in self.eval_prompts.column_names if name != "prompt"}
         with self.phase("evaluation"), self.console.status("evaluating on held-out prompts"):
@@ -219,7 +253,7 @@ class _Run:
                 found[name] = sum(reward >= 1.0 for reward in rewards) / len(rewards)
         return found
 
-    def train_supervised(self, model: LLaDAModelLM) -> None:
+    def train_supervised(self, model: PreTrainedModel) -> None:
         def tokenize(row: dict[str, Any]) -> dict[str, Any]:
             prompt = self.tokenizer(row["prompt"])["input_ids"]
             completion = self.tokenizer(row[self.target_column])["input_ids"]
@@ -235,7 +269,7 @@ class _Run:
             output_dir=str(self.output_dir),
             seed=self.config.seed,
             max_completion_length=self.rl["max_completion_length"],
-            block_length=self.rl["block_length"],
+            block_length=self.rl.get("block_length"),
             **self.config.section("sft"),
         )
         with self.bar("supervised training", "loss") as reporter, self.phase("sft"):
@@ -250,7 +284,7 @@ class _Run:
             trainer.train()
         self.logs["sft"] = reporter.log
 
-    def train_stabledrl(self, model: LLaDAModelLM, name: str, reward: RewardFunc) -> None:
+    def train_stabledrl(self, model: PreTrainedModel, name: str, reward: RewardFunc) -> None:
         args = StableDRLConfig(output_dir=str(self.output_dir), seed=self.config.seed, **self.rl)
         with self.bar("StableDRL" if name == "rl" else "control", "reward") as reporter, self.phase(name):
             trainer = StableDRLTrainer(
@@ -301,18 +335,21 @@ def without_library_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def check_no_other_run(output_dir: Path, config: QuickstartConfig) -> None:
+def check_no_other_run(config: QuickstartConfig) -> None:
     """Raise where the folder holds the results of another quickstart, or a checkpoint; the same one is run anew."""
-    check_output_dir(str(output_dir), None)
-    path = output_dir / "summary.json"
+    assert config.output_dir is not None  # QuickstartConfig fills it in
+    check_output_dir(config.output_dir, None)
+    path = Path(config.output_dir, "summary.json")
     if not path.is_file():
         return
-    found = json.loads(path.read_text())
-    if (found["task"], found["seed"]) != (config.task, config.seed):
+    summary = json.loads(path.read_text())
+    found = {"family": summary.get("family", "llada"), "task": summary["task"], "seed": summary["seed"]}
+    asked = {name: config.__dict__[name] for name in found}
+    if found != asked:
+        held, this = (", ".join(f"{name} {value!r}" for name, value in run.items()) for run in (found, asked))
         raise ValueError(
-            f"output_dir={str(output_dir)!r} holds the results of task {found['task']!r}, seed {found['seed']}, and "
-            f"this run is task {config.task!r}, seed {config.seed}. Nothing was touched. Choose another folder with "
-            "--output_dir."
+            f"output_dir={config.output_dir!r} holds the results of {held}, and this run is {this}. Nothing was "
+            "touched. Choose another folder with --output_dir."
         )
 
 
@@ -332,7 +369,7 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> dict[str
             a control, `accuracy_after_control` (each with `sampled` and `greedy`), `num_eval_prompts`, `seconds`.
     """
     console = console or Console()
-    check_no_other_run(Path(config.output_dir), config)
+    check_no_other_run(config)
     with without_library_bars():
         return _run(_Run(config, console), config, console)
 
@@ -342,8 +379,9 @@ def _run(run: "_Run", config: QuickstartConfig, console: Console) -> dict[str, A
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is too small to share; sums keep one order on every machine
     try:
-        model = build_model(run.tokenizer, seed=config.seed, **config.section("model"))
+        model = build_model(run.tokenizer, family=config.family, seed=config.seed, **config.section("model"))
         summary: dict[str, Any] = {
+            "family": config.family,
             "task": config.task,
             "seed": config.seed,
             "output_dir": str(run.output_dir),

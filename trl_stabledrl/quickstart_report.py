@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .models import FAMILIES
+
 Log = list[dict[str, float]]
 
 ACCURACIES = {
@@ -25,7 +27,7 @@ LABELS = {"rl": "StableDRL", "control": "rewards permuted"}
 
 def show(console: Console, summary: dict[str, Any], files: Sequence[str], *, has_picture: bool) -> None:
     """Print the table of accuracies and times, and where everything is."""
-    table = Table(title=f"{summary['task']}, {summary['num_parameters']:,} parameters, seed {summary['seed']}")
+    table = Table(title=_title(summary))
     table.add_column(f"accuracy on {summary['num_eval_prompts']} held-out prompts")
     table.add_column("temperature 1", justify="right")
     table.add_column("greedy", justify="right")
@@ -108,14 +110,14 @@ def draw(path: Path, logs: dict[str, Log], summary: dict[str, Any]) -> bool:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.2)
     gain = summary["accuracy_after_rl"]["sampled"] - summary["accuracy_after_sft"]["sampled"]
-    figure.suptitle(
-        f"StableDRL on a LLaDA of {summary['num_parameters']:,} parameters: {summary['task']}, seed "
-        f"{summary['seed']}, held-out accuracy {gain:+.2f}",
-        size=12,
-        weight="bold",
-    )
+    figure.suptitle(f"StableDRL on {_title(summary)}: held-out accuracy {gain:+.2f}", size=12, weight="bold")
     figure.savefig(path, dpi=130)
     return True
+
+
+def _title(summary: dict[str, Any]) -> str:
+    (family,) = (family.name for family in FAMILIES if summary["family"] in family.model_types)
+    return f"{family}, {summary['num_parameters']:,} parameters, {summary['task']}, seed {summary['seed']}"
 
 
 def _series(log: Log, metric: str) -> tuple[list[float], list[float]]:

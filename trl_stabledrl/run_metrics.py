@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from .batching import gathered, summed
-from .samplers.full import Rollout
+from .samplers import Rollout
 
 
 class PhaseClock:

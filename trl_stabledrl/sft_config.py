@@ -9,6 +9,7 @@ from trl import SFTConfig
 from .checks import check_choice, default_bf16
 from .core.masking import MaskLaw, McSampling, check_draws
 from .likelihood import Tail
+from .models.families import Family
 
 # Inherited options that masked-diffusion training cannot honour, with the reason
 REFUSED_OPTIONS = {
@@ -32,30 +33,33 @@ class DiffusionSFTConfig(SFTConfig):
     raise when they are set.
 
     Args:
-        mask_law (`str`, *optional*, defaults to `"uniform"`):
-            Which tokens of the completion a draw masks. `"uniform"` is LLaDA's own training law.
+        mask_law (`str`, *optional*):
+            Which tokens of the completion a draw masks. Defaults to the law the family was trained under: `"uniform"`
+            for LLaDA, `"staircase"` for SDAR.
         mc_sampling (`str`, *optional*, defaults to `"independent"`):
             How the draws of a row relate.
         num_mc_samples (`int`, *optional*, defaults to `1`):
             Draws per row and step.
-        block_length (`int`, *optional*, defaults to `32`):
-            Tokens per block of the block laws.
+        block_length (`int`, *optional*):
+            Tokens per block of the block laws. Defaults to the family's.
         max_completion_length (`int`, *optional*, defaults to `256`):
             Window behind the prompt, as in later rollouts. A longer completion is an error.
         tail (`str`, *optional*, defaults to `"mask"`):
             What stands in the window after the completion: `"mask"`, `"eos"` or `"hidden"`.
     """
 
-    mask_law: MaskLaw = field(
-        default="uniform",
-        metadata={"help": "Which tokens of the completion a draw masks."},
+    mask_law: MaskLaw | None = field(
+        default=None,
+        metadata={"help": "Which tokens of the completion a draw masks. Defaults to the family's training law."},
     )
     mc_sampling: McSampling = field(
         default="independent",
         metadata={"help": "How the draws of a row relate."},
     )
     num_mc_samples: int = field(default=1, metadata={"help": "Draws per row and step."})
-    block_length: int = field(default=32, metadata={"help": "Tokens per block of the block laws."})
+    block_length: int | None = field(
+        default=None, metadata={"help": "Tokens per block of the block laws. Defaults to the family's."}
+    )
     max_completion_length: int = field(
         default=256, metadata={"help": "Window behind the prompt, as in later rollouts."}
     )
@@ -84,10 +88,23 @@ class DiffusionSFTConfig(SFTConfig):
         check_choice("mask_law", self.mask_law, MaskLaw)
         check_choice("mc_sampling", self.mc_sampling, McSampling)
         check_choice("tail", self.tail, Tail)
+        if self.mask_law is not None:  # `resolve` checks the rest
+            check_draws(self.mask_law, self.mc_sampling, self.num_mc_samples)
+        if self.max_completion_length < 1:
+            raise ValueError(f"max_completion_length={self.max_completion_length} must be at least 1.")
+        super().__post_init__()
+
+    def resolve(self, family: Family) -> None:
+        """Fill in what was left to the family, and check it."""
+        if self.mask_law is None:
+            self.mask_law = family.sft_mask_law
+        family.check_mask_law(self.mask_law)
         check_draws(self.mask_law, self.mc_sampling, self.num_mc_samples)
-        if not 1 <= self.block_length <= self.max_completion_length:
+        self.block_length = family.resolved_block_length(
+            self.block_length, max_completion_length=self.max_completion_length
+        )
+        if self.block_length < 1 or (family.attention == "full" and self.block_length > self.max_completion_length):
             raise ValueError(
                 f"block_length={self.block_length} must lie between 1 and max_completion_length="
                 f"{self.max_completion_length}."
             )
-        super().__post_init__()

@@ -19,6 +19,7 @@ from .checks import (
     load_run_state,
     revision_of,
     save_run_state,
+    with_flex_attention,
 )
 from .core.elbo import elbo_per_token_by_draw
 from .likelihood import LikelihoodSettings, Rows, plan_masks, score_draws
@@ -89,6 +90,11 @@ class DiffusionSFTTrainer(SFTTrainer):
         columns = ("input_ids", "completion_mask") if is_tokenized else ("prompt", "completion")
         check_datasets(train_dataset, eval_dataset, columns=columns)
         facts = model_facts(model, processing_class, revision=revision_of(args.model_init_kwargs))
+        args.resolve(facts.family)
+        if facts.family.attention == "block" and isinstance(model, str) and not args.use_cpu:
+            args.model_init_kwargs = with_flex_attention(args.model_init_kwargs)
+        assert args.mask_law is not None  # resolved
+        assert args.block_length is not None
         self.likelihood_settings = LikelihoodSettings(
             mask_token_id=facts.mask_token_id,
             mask_law=args.mask_law,

@@ -9,12 +9,13 @@ from typing import Any, Literal
 from trl import GRPOConfig
 
 from .checks import check_choice, default_bf16
+from .core.attention import ContextAttention
 from .core.masking import MaskLaw, McSampling, check_draws
 from .core.objective import ClipMode, KlEstimator, RatioNormalization, log_clip_bounds
 from .core.unmasking import Remasking
 from .likelihood import LikelihoodSettings, Tail
 from .models.families import Family
-from .samplers.full import SamplingSettings, SuppressEos
+from .samplers import SamplingSettings, SuppressEos, check_decoding
 
 MaskCoupling = Literal["shared", "independent"]
 MaskSharing = Literal["none", "group"]
@@ -104,13 +105,15 @@ class StableDRLConfig(GRPOConfig):
 
     Args:
         mask_law (`str`, *optional*):
-            Which tokens a Monte Carlo draw masks: `"uniform"`, `"block_suffix"`, `"semi_ar"` or `"full"` (method.md,
-            section 2). Defaults to the family's: `"block_suffix"` for LLaDA.
+            Which tokens a Monte Carlo draw masks: `"uniform"`, `"block_suffix"`, `"semi_ar"` or `"full"` with full
+            attention, `"staircase"` with block attention (method.md, section 2). Defaults to the family's:
+            `"block_suffix"` for LLaDA, `"staircase"` for SDAR.
         mc_sampling (`str`, *optional*):
-            How the draws of a row relate: `"independent"`, `"stratified"` or `"complementary"`. Defaults to the
-            family's: `"complementary"` for LLaDA, which cuts the variance of the log-ratio by 42-44 % (measured).
+            How the draws of a row relate: `"independent"`, `"stratified"`, `"complementary"` or, for the staircase,
+            `"cyclic"`. Defaults to the family's: `"complementary"` for LLaDA, which cuts the variance of the log-ratio
+            by 42-44 % (measured), and `"cyclic"` for SDAR.
         num_mc_samples (`int`, *optional*):
-            Number of Monte Carlo draws per row and pass. Defaults to the family's: 2 for LLaDA.
+            Number of Monte Carlo draws per row and pass. Defaults to the family's: 2 for LLaDA, 4 for SDAR.
         mask_coupling (`str`, *optional*, defaults to `"shared"`):
             `"shared"`: new, old and reference policy are scored under the same masks. `"independent"`: old scores have
             their own masks, as in the released code.
@@ -137,10 +140,17 @@ class StableDRLConfig(GRPOConfig):
         tail (`str`, *optional*, defaults to `"mask"`):
             What the model sees in the window after the first end token when a completion is scored: `"mask"`,
             `"eos"` or `"hidden"`.
+        context_attention (`str`, *optional*, defaults to `"block_causal"`):
+            How the clean tokens of the staircase see each other: `"block_causal"`, as SDAR was trained and as it
+            decodes, or `"causal"`, as the paper words it.
+        detach_context (`bool`, *optional*, defaults to `False`):
+            Stop gradients at the keys and values of the staircase's clean tokens.
         block_length (`int`, *optional*):
-            Tokens per block of the decoder. Defaults to the family's: 32 for LLaDA.
+            Tokens per block of the decoder. Defaults to the family's: 32 for LLaDA, the model's own for SDAR, where no
+            other is allowed.
         num_denoising_steps (`int`, *optional*):
-            Denoising steps per block. Defaults to the family's share: one per 2 tokens for LLaDA.
+            Denoising steps per block. Defaults to the family's share: one per 2 tokens for LLaDA, one per token for
+            SDAR.
         remasking (`str`, *optional*, defaults to `"low_confidence"`):
             Which predictions a step commits first: `"low_confidence"`, `"random"`, `"entropy"` or `"margin"`.
         confidence_threshold (`float`, *optional*):
@@ -189,6 +199,12 @@ class StableDRLConfig(GRPOConfig):
     tail: Tail = field(
         default="mask",
         metadata={"help": "What the model sees in the window after the first end token."},
+    )
+    context_attention: ContextAttention = field(
+        default="block_causal", metadata={"help": "How the clean tokens of the staircase see each other."}
+    )
+    detach_context: bool = field(
+        default=False, metadata={"help": "Stop gradients at the clean tokens of the staircase."}
     )
     block_length: int | None = field(
         default=None, metadata={"help": "Tokens per block of the decoder. Defaults to the family's."}
@@ -262,6 +278,7 @@ class StableDRLConfig(GRPOConfig):
             "ratio_normalization": RatioNormalization,
             "kl_estimator": KlEstimator,
             "tail": Tail,
+            "context_attention": ContextAttention,
             "remasking": Remasking,
             "suppress_eos": SuppressEos,
         }.items():
@@ -361,25 +378,31 @@ class StableDRLConfig(GRPOConfig):
             self.num_mc_samples = self.num_mc_samples or 1
         self.mc_sampling = self.mc_sampling or family.mc_sampling
         self.num_mc_samples = self.num_mc_samples or family.num_mc_samples
-        self.block_length = self.block_length or min(family.block_length, self._window_length)
+        self.block_length = family.resolved_block_length(
+            self.block_length, max_completion_length=self._window_length
+        )
         if self.num_denoising_steps is None:
             self.num_denoising_steps = -(-self.block_length // family.tokens_per_step)
+        family.check_mask_law(self.mask_law)
         check_draws(self.mask_law, self.mc_sampling, self.num_mc_samples)
-        self.sampling_settings(num_denoising_steps=self.num_denoising_steps)
+        check_decoding(
+            self.sampling_settings(num_denoising_steps=self.num_denoising_steps), attention=family.attention
+        )
 
     def likelihood_settings(self, *, mask_token_id: int, end_token_id: int) -> LikelihoodSettings:
         """The likelihood's part of a resolved configuration."""
         values: dict[str, Any] = {
-            name: self.__dict__[name] for name in ("mask_law", "mc_sampling", "num_mc_samples", "block_length")
+            name: self.__dict__[name]
+            for name in ("mask_law", "mc_sampling", "num_mc_samples", "block_length", "tail", "context_attention")
         }
         return LikelihoodSettings(
             **values,
             mask_token_id=mask_token_id,
             window_length=self._window_length,
             seed=self.seed,
-            tail=self.tail,
             end_token_id=end_token_id,
             temperature=self.score_temperature,
+            detach_context=self.detach_context,
         )
 
     def sampling_settings(self, **overrides: Any) -> SamplingSettings:

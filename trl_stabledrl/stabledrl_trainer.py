@@ -30,12 +30,13 @@ from .checks import (
     load_run_state,
     revision_of,
     save_run_state,
+    with_flex_attention,
 )
 from .core import objective
 from .core.elbo import sandwich
 from .core.noise import Stream, random_bits
 from .likelihood import Rows, RowScores, plan_masks, score_elbo, score_rows
-from .models.bidirectional import disable_attention_dropout
+from .models.bidirectional import dense_attention, disable_attention_dropout
 from .models.facts import model_facts
 from .progress import token_bar
 from .run_metrics import (
@@ -45,7 +46,7 @@ from .run_metrics import (
     rollout_metrics,
     score_metrics,
 )
-from .samplers.full import sample_full
+from .samplers import sample
 from .stabledrl_config import StableDRLConfig
 
 logger = get_logger(__name__)
@@ -143,6 +144,9 @@ class StableDRLTrainer(GRPOTrainer):
             check_reference_path(model)
         facts = model_facts(model, processing_class, revision=revision_of(args.model_init_kwargs))
         args.resolve(facts.family)
+        self.family = facts.family
+        if self.family.attention == "block" and isinstance(model, str) and not args.use_cpu:
+            args.model_init_kwargs = with_flex_attention(args.model_init_kwargs)
         self.end_token_ids = facts.end_token_ids
         self.likelihood_settings = args.likelihood_settings(
             mask_token_id=facts.mask_token_id, end_token_id=facts.end_token_ids[0]
@@ -221,9 +225,10 @@ class StableDRLTrainer(GRPOTrainer):
         with (
             self._measured("rollout"),
             _compat.unwrapped_for_generation(self.model_wrapped, self.accelerator, self.args) as model,
+            dense_attention(model),
             token_bar("rollout", is_shown=shows_bar) as progress,
         ):
-            rollout = sample_full(
+            rollout = sample(
                 model,
                 padded.to(self.accelerator.device),
                 is_prompt.to(self.accelerator.device),
@@ -231,6 +236,7 @@ class StableDRLTrainer(GRPOTrainer):
                 end_token_ids=self.end_token_ids,
                 settings=self.sampling_settings,
                 row_seeds=row_seeds,
+                attention=self.family.attention,
                 progress=progress,
                 any_rank_active=self._any_rank if self.accelerator.num_processes > 1 else None,
             )
@@ -457,9 +463,14 @@ class StableDRLTrainer(GRPOTrainer):
         return torch.stack(losses).sum() + self._kl_offset(batch)
 
     def _units(self, *, has_weights: bool) -> list[list[int]]:
-        """Draws that share one graph: each alone, unless the weights or the surrogate need all of them at once."""
+        """Draws that share one graph: each alone, unless weights, surrogate or law need all of them at once."""
         draws = list(range(self.likelihood_settings.num_mc_samples))
-        is_separable = has_weights and self.args.surrogate == "elbo" and self.model.training
+        is_separable = (
+            has_weights
+            and self.args.surrogate == "elbo"
+            and self.model.training
+            and not self.likelihood_settings.is_staircase  # its draws share the pass over the clean text
+        )
         return [[draw] for draw in draws] if is_separable else [draws]
 
     def _score(self, model, batch: Batch, rows: Rows, draws: list[int]) -> RowScores:

@@ -24,6 +24,14 @@ def test_flags_override_the_recipe(configs):
 
     (config,) = configs
     assert (config.seed, config.output_dir, config.task, config.control) == (3, "here", "sudoku_digits", "permuted")
+    assert config.family == "llada"
+
+
+def test_family_is_chosen_by_a_flag(configs):
+    assert main(["quickstart", "--family", "sdar"]) == 0
+
+    (config,) = configs
+    assert (config.family, config.output_dir) == ("sdar", "quickstart_sdar")
 
 
 def test_recipe_is_found_from_any_folder(configs, tmp_path, monkeypatch):
@@ -35,7 +43,9 @@ def test_recipe_is_found_from_any_folder(configs, tmp_path, monkeypatch):
     assert Path(trl_stabledrl.recipes_folder(), "quickstart.yaml").is_file()
 
 
-@pytest.mark.parametrize("flags", [["--tusk", "sorting"], ["--task", "chess"], ["--config", "nowhere.yaml"]])
+@pytest.mark.parametrize(
+    "flags", [["--tusk", "sorting"], ["--task", "chess"], ["--family", "gpt2"], ["--config", "nowhere.yaml"]]
+)
 def test_bad_input_is_one_line(flags, configs, capsys):
     assert main(["quickstart", *flags]) == 2
 

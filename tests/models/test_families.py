@@ -5,16 +5,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+)
 
 from tests.tiny import tiny_llada, tiny_tokenizer
 from trl_stabledrl.models import (
     FAMILIES,
+    BlockDiffusionMixin,
+    Family,
     LLaDAConfig,
+    SDARConfig,
+    SelectedPositionsMixin,
     check_vocabulary,
     end_token_ids_of,
     family_of,
     mask_token_id_of,
+    register_family,
 )
 
 
@@ -51,6 +63,101 @@ def test_llada_is_known_with_the_published_values():
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         family.block_length = 4  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_sdar_is_known_with_the_published_values_and_the_blocks_of_the_model():
+    assert dataclasses.asdict(family_of(SDARConfig())) == {
+        "name": "SDAR",
+        "model_types": ("sdar",),
+        "attention": "block",
+        "mask_token_id": 151669,
+        "end_token_ids": (151643, 151645),
+        "block_length": 4,
+        "mask_law": "staircase",
+        "mc_sampling": "cyclic",
+        "num_mc_samples": 4,
+        "tokens_per_step": 1,
+    }
+    assert family_of(SDARConfig(block_size=32)).block_length == 32
+
+
+def test_laws_follow_the_attention():
+    llada, sdar = family_of(llada_config()), family_of(SDARConfig())
+    assert set(llada.mask_laws) == {"uniform", "block_suffix", "semi_ar", "full"}
+    assert sdar.mask_laws == ("staircase",)
+    assert (llada.sft_mask_law, sdar.sft_mask_law) == ("uniform", "staircase")
+    with pytest.raises(ValueError, match="mask_law='staircase' does not apply to LLaDA, whose attention is 'full'"):
+        dataclasses.replace(llada, mask_law="staircase")
+    with pytest.raises(ValueError, match="mask_law='uniform' does not apply to SDAR"):
+        dataclasses.replace(sdar, mask_law="uniform")
+    with pytest.raises(
+        ValueError, match="attention='sliding' of family LLaDA is not known. Use one of 'full', 'block'"
+    ):
+        dataclasses.replace(llada, attention="sliding")
+
+
+def toy_family(**changes: Any) -> Family:
+    return dataclasses.replace(family_of(llada_config()), **{"name": "Toy", "model_types": ("toy",)} | changes)
+
+
+class ToyConfig(LlamaConfig):
+    model_type = "toy"
+    is_causal: bool = False
+
+
+class ToyModel(SelectedPositionsMixin, LlamaForCausalLM):  # pyright: ignore[reportIncompatibleMethodOverride]
+    config_class = ToyConfig
+
+
+class TakenConfig(LlamaConfig):
+    model_type = "sdar"
+
+
+class ForgetfulConfig(LlamaConfig):
+    pass
+
+
+class ToyBlockModel(BlockDiffusionMixin, LlamaForCausalLM):  # pyright: ignore[reportIncompatibleMethodOverride]
+    config_class = ToyConfig
+
+
+def test_a_registered_family_is_found_and_replaced_by_its_name(restored_families):
+    num_known = len(FAMILIES)
+    for block_length in (16, 8):  # as a reload would
+        register_family(toy_family(block_length=block_length), ToyConfig, ToyModel)
+    assert len(FAMILIES) == num_known + 1
+    assert family_of(ToyConfig()).block_length == 8
+    tiny = ToyConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    assert type(AutoModelForCausalLM.from_config(tiny)) is ToyModel
+    tiny.is_causal = True
+    with pytest.raises(ValueError, match="ToyConfig does not have is_causal=False, without which ToyModel would read"):
+        AutoModelForCausalLM.from_config(tiny)
+
+
+@pytest.mark.parametrize(
+    ("family", "config_class", "model_class", "message"),
+    [
+        ({}, ForgetfulConfig, ToyModel, r"ForgetfulConfig has model_type 'llama', but family Toy has .*\('toy',\)"),
+        ({"model_types": ("sdar",)}, TakenConfig, ToyModel, "'sdar' of family Toy already belongs to family SDAR"),
+        ({"model_types": ("toy", "llada")}, ToyConfig, ToyModel, "'llada' of family Toy already belongs to .* LLaDA"),
+        ({"model_types": ("llama",)}, ForgetfulConfig, ToyModel, "'llama' of family Toy is transformers' own"),
+        ({}, ToyConfig, ToyBlockModel, "attention='full', but ToyBlockModel .* Derive the model from SelectedPosit"),
+        (
+            {"attention": "block", "mask_law": "staircase"},
+            ToyConfig,
+            ToyModel,
+            "attention='block', but ToyModel attends otherwise. Derive the model from BlockDiffusionMixin",
+        ),
+    ],
+)
+def test_a_family_that_contradicts_itself_or_another_is_refused(
+    restored_families, family, config_class, model_class, message
+):
+    before = list(FAMILIES)
+    with pytest.raises(ValueError, match=message):
+        register_family(toy_family(**family), config_class, model_class)
+    assert before == FAMILIES
+    assert AutoConfig.for_model("llama").__class__ is LlamaConfig
 
 
 def test_no_model_type_belongs_to_two_families():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.tiny import tiny_llada
-from trl_stabledrl.samplers import Rollout, SamplingSettings, sample_full, validate_trajectory
+from trl_stabledrl.samplers import Rollout, SamplingSettings, sample_full
 
 END, MASK, OTHER_END = 1, 2, 4
 VOCAB_SIZE = 12
@@ -514,104 +514,9 @@ def test_progress_counts_up_to_the_whole_window():
     assert seen == [(4, 16), (8, 16), (14, 16), (16, 16)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"block_length": 0}, "block_length to be an integer >= 1, got 0"),
-        ({"num_denoising_steps": 0}, "num_denoising_steps to be an integer >= 1, got 0"),
-        ({"max_completion_length": 0}, "max_completion_length to be an integer >= 1, got 0"),
-        ({"max_completion_length": 16}, "block_length to be 1 to max_completion_length=16, got 32"),
-        ({"temperature": -1.0}, "temperature to be 0, or a number >= 0.001, got -1.0"),
-        ({"temperature": math.nan}, "temperature to be 0, or a number >= 0.001, got nan"),
-        ({"top_k": -1}, "top_k to be an integer >= 0, got -1"),
-        ({"top_p": 0.0}, "top_p to be 0 < top_p <= 1, got 0.0"),
-        ({"remasking": "confidence"}, "remasking to be one of .*, got 'confidence'"),
-        ({"confidence_threshold": 1.0}, "confidence_threshold to be None, or 0 <= .*, got 1.0"),
-        ({"confidence_threshold": 0.9, "remasking": "random"}, "remasking to be 'low_confidence' or 'margin'"),
-        ({"suppress_eos": "always"}, "suppress_eos to be None, 'sampling' or 'early_commit', got 'always'"),
-        ({"guidance_scale": -0.5}, "guidance_scale to be a number >= 0, got -0.5"),
-        ({"vocab_chunk_rows": 0}, "vocab_chunk_rows to be None, or an integer >= 1, got 0"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(ValueError, match=f"Expected {message}"):
-        SamplingSettings(**settings)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"row_seeds": [0]}, "row_seeds to be one seed for each of the 2 rows, got '1 seeds'"),
-        ({"mask_token_id": END}, "mask_token_id to be none of end_token_ids"),
-        ({"prompt_mask": torch.ones(2, 3)}, "prompt_mask to be of the shape of prompt_ids"),
-        ({"prompt_mask": torch.tensor([[1, 1], [1, 0]])}, r"prompt_mask to be left-padded, got .* rows \[1\]"),
-    ],
-)
-def test_inputs_that_cannot_work_are_refused(changes, message):
-    inputs: dict[str, Any] = {
-        "prompt_ids": torch.tensor([[5, 6], [0, 7]]),
-        "prompt_mask": torch.tensor([[1, 1], [0, 1]]),
-        "mask_token_id": MASK,
-        "end_token_ids": (END,),
-        "settings": SamplingSettings(),
-        "row_seeds": [0, 1],
-    }
-    with pytest.raises(ValueError, match=f"Expected {message}"):
-        sample_full(ScriptedModel(flat), **inputs | changes)
-
-
 def test_a_model_that_returns_nan_stops_the_rollout():
     def logits_of(input_ids: Tensor) -> Tensor:
         return flat(input_ids).masked_fill((input_ids[:, 0] == 6)[:, None, None], math.nan)
 
     with pytest.raises(ValueError, match=r"finite logits, got NaN or infinity in rows \[1\]"):
         sample(ScriptedModel(logits_of), [[5], [6]], max_completion_length=4, block_length=4)
-
-
-GOOD = Rollout(
-    completion_ids=[[5, 6, 7, 8, END], [5, 6, 7, 8, 9, 5]],
-    window_ids=torch.tensor([[5, 6, 7, 8, END, 6], [5, 6, 7, 8, 9, 5]]),
-    commit_step=torch.tensor([[0, 0, 1, 1, 1, 0], [1, 0, 2, 2, 0, 0]]),
-    num_forwards=5,
-    num_backbone_positions=60,
-    num_vocab_positions=20,
-    num_tokens=11,
-    num_decoded=12,
-    num_row_steps=8,
-)
-SHORT = dataclasses.replace(
-    GOOD,
-    completion_ids=[[END], [5, 6, 7, 8, 9, 5]],
-    window_ids=torch.tensor([[END, 6, 7, 8, MASK, MASK], [5, 6, 7, 8, 9, 5]]),
-    commit_step=torch.tensor([[0, 0, 1, 1, -1, -1], [1, 0, 2, 2, 0, 0]]),
-)
-
-
-def changed(rollout: Rollout, field: str, row: int, column: int, value: int) -> Rollout:
-    tensor = getattr(rollout, field).clone()
-    tensor[row, column] = value
-    return dataclasses.replace(rollout, **{field: tensor})
-
-
-@pytest.mark.parametrize("rollout", [GOOD, SHORT], ids=["full", "short"])
-def test_a_whole_trajectory_passes(rollout):
-    validate_trajectory(rollout, block_length=4, mask_token_id=MASK, end_token_ids=(END,))
-
-
-@pytest.mark.parametrize(
-    ("rollout", "message"),
-    [
-        (changed(GOOD, "window_ids", 0, 2, MASK), r"no mask token \(2\) in row 0, block 0"),
-        (changed(GOOD, "commit_step", 0, 2, -1), "steps contiguous from 0 in row 0, block 0"),
-        (changed(GOOD, "commit_step", 1, 1, 1), "steps contiguous from 0 in row 1, block 0"),
-        (changed(GOOD, "commit_step", 1, 4, 2), "steps contiguous from 0 in row 1, block 1"),
-        (changed(SHORT, "commit_step", 0, 4, 0), "only mask tokens and steps -1 in row 0, block 1"),
-        (changed(SHORT, "window_ids", 0, 5, 9), "only mask tokens and steps -1 in row 0, block 1"),
-        (changed(SHORT, "window_ids", 0, 0, 9), r"no mask token \(2\) in row 0, block 1"),
-        (dataclasses.replace(GOOD, completion_ids=[[5, 6, 7, 8], [5, 6, 7, 8, 9, 5]]), "the completion of row 0"),
-        (dataclasses.replace(GOOD, completion_ids=[[5]]), "one commit step per window token"),
-    ],
-)
-def test_a_broken_trajectory_is_refused(rollout, message):
-    with pytest.raises(ValueError, match=f"Expected {message}"):
-        validate_trajectory(rollout, block_length=4, mask_token_id=MASK, end_token_ids=(END,))

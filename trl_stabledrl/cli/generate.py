@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..core.unmasking import Remasking
 from ..inference import generate, sampling_settings
 from ..models.families import family_of
-from ..samplers.full import SamplingSettings, SuppressEos
+from ..samplers import SamplingSettings, SuppressEos
 from .console import UserError, blamed_on
 from .job import show_help
 from .parser import RecipeParser

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..quickstart import QuickstartConfig
+from ..quickstart import MODEL_TYPES, QuickstartConfig
 from ..quickstart import run as run_quickstart
 from .console import UserError
 from .parser import find_recipe
@@ -28,11 +28,14 @@ def make_parser() -> argparse.ArgumentParser:
     """
     parser = _Parser(
         prog="trl-stabledrl quickstart",
-        description="Train a tiny LLaDA by supervision, then by StableDRL, and show the curve: minutes on a CPU.",
+        description="Train a tiny model by supervision, then by StableDRL, and show the curve: minutes on a CPU.",
         allow_abbrev=False,
     )
+    parser.add_argument("--family", choices=MODEL_TYPES, help="kind of model (default llada)")
     parser.add_argument("--seed", type=int, help="seed of weights, data, masks and rollouts (default 0)")
-    parser.add_argument("--output_dir", "--output-dir", help="folder of everything that is written")
+    parser.add_argument(
+        "--output_dir", "--output-dir", help="where to write (default quickstart, or quickstart_FAMILY)"
+    )
     parser.add_argument("--task", choices=_TASKS, help="what to learn (default sorting)")
     parser.add_argument("--control", choices=["permuted"], help="repeat the RL with rewards permuted in each group")
     parser.add_argument("--config", default="quickstart", help="recipe (default recipes/quickstart.yaml)")

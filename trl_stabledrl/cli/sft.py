@@ -41,6 +41,7 @@ Train a masked diffusion language model on prompts and completions, to start Sta
 Recipes and launch options are those of `trl-stabledrl train`.
 The rows need the columns `prompt` and `completion`, both plain text or both chat messages.
 """
+_FAMILY_FIELDS = ("mask_law", "block_length")
 _COMMON_FIELDS = (
     "output_dir",
     "max_steps",
@@ -104,6 +105,7 @@ def run(argv: Sequence[str]) -> int:
         train, held_out = _with_completion(train, arguments), _with_completion(held_out, arguments)
         check_rows(train, held_out, columns=("prompt", "completion"))
         model = look_at_model(model_args, training_args, rows=train)
+        training_args.resolve(model.family)
     if is_main_process():
         facts = [*model.facts(), *_plan(training_args, train, held_out)]
         show_facts(DRY_RUN_TITLE if arguments.dry_run else "Masked-diffusion SFT", facts)
@@ -119,7 +121,7 @@ def run(argv: Sequence[str]) -> int:
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=model.tokenizer,
-        callbacks=[SaveResolvedConfig(resolved_yaml(parser, training_args))],
+        callbacks=[SaveResolvedConfig(resolved_yaml(parser, training_args, resolved=_FAMILY_FIELDS))],
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )

@@ -211,11 +211,14 @@ def run(argv: Sequence[str]) -> int:
 
 def _plan(args: Any, train: Any, held_out: Any, rewards: Sequence[RewardFunc]) -> list[tuple[str, str]]:
     num_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    num_blocks = -(-args.max_completion_length // args.block_length)
+    is_staircase = args.mask_law == "staircase"
+    # with block attention the first block may begin inside the prompt
+    num_decoded = args.max_completion_length + (args.block_length - 1 if is_staircase else 0)
+    num_blocks = -(-num_decoded // args.block_length)
     rollout_rows, steps = args.generation_batch_size, args.steps_per_generation
     num_updates = args.num_iterations * steps / args.gradient_accumulation_steps
     old, weights = scoring_passes(args)
-    update = args.num_iterations * args.num_mc_samples
+    update = args.num_iterations * passes_per_score(args)
     per_step = f"{args.num_denoising_steps} steps each: {num_blocks * args.num_denoising_steps} forward passes at most"
     if args.confidence_threshold is not None:
         per_step = f"all tokens above {args.confidence_threshold:g} in each step"
@@ -252,6 +255,11 @@ def _plan(args: Any, train: Any, held_out: Any, rewards: Sequence[RewardFunc]) -
     ]
 
 
+def passes_per_score(args: Any) -> int:
+    """Forward passes that score a row once: one per draw, but the draws of a staircase share one."""
+    return 1 if args.mask_law == "staircase" else args.num_mc_samples
+
+
 def scoring_passes(args: Any) -> tuple[float, float]:
     """
     Forward passes without gradient per row and rollout.
@@ -264,7 +272,7 @@ def scoring_passes(args: Any) -> tuple[float, float]:
         `tuple[float, float]`:
             Passes for old scores, and for the weights of groups that no micro-step holds whole.
     """
-    mu, draws = args.num_iterations, args.num_mc_samples
+    mu, draws = args.num_iterations, passes_per_score(args)
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     windows = mu * max(1, steps // accumulation)
     is_shared = args.mask_coupling == "shared"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .noise import UNIT_BITS, Stream, random_bits, unit_bits
 
-MaskLaw = Literal["uniform", "block_suffix", "semi_ar", "full"]
-McSampling = Literal["independent", "stratified", "complementary"]
+MaskLaw = Literal["uniform", "block_suffix", "semi_ar", "full", "staircase"]
+McSampling = Literal["independent", "stratified", "complementary", "cyclic"]
 
 CONTEXT_MASK_PROBABILITY = 0.15
 """Chance that `block_suffix` masks a token of the prompt or of an earlier block (SPG, arXiv 2510.09541)."""
@@ -49,6 +49,11 @@ def check_draws(law: str, sampling: str, num_draws: int) -> None:
         raise ValueError(f"mc_sampling={sampling!r} is not known. Use one of {', '.join(get_args(McSampling))}.")
     if num_draws < 1:
         raise ValueError(f"num_mc_samples={num_draws} must be at least 1.")
+    if sampling == "cyclic" and law != "staircase":
+        raise ValueError(
+            f"mc_sampling='cyclic' with mask_law={law!r}: cyclic counts go through the sizes of each block, which "
+            "only mask_law='staircase' masks separately. Use 'independent', 'stratified' or 'complementary'."
+        )
     if law == "full" and num_draws > 1:
         raise ValueError(
             f"num_mc_samples={num_draws} with mask_law='full' would repeat one and the same mask. Use "
@@ -61,11 +66,43 @@ def check_draws(law: str, sampling: str, num_draws: int) -> None:
         )
 
 
-def _masked_count(u: Int[Tensor, "B M"], size: Int[Tensor, "B M"], stratum: Int[Tensor, " M"], num_strata: int):
+def _masked_count(
+    u: Int[Tensor, "B M *K"], size: Int[Tensor, "B M *K"], stratum: Int[Tensor, "M *_"], num_strata: int
+) -> Int[Tensor, "B M *K"]:
     """`ceil(size * (stratum + u) / num_strata)` for u in (0, 1], in exact integer arithmetic; 0 where size is 0."""
     numerator = size * ((stratum << UNIT_BITS) + u + 1)
     denominator = num_strata << UNIT_BITS
     return (numerator + denominator - 1) // denominator
+
+
+def _masked_per_block(
+    is_completion: Bool[Tensor, "B M W"],
+    token_block: Int[Tensor, "B M W"],
+    u: Int[Tensor, "B M K"],
+    sort_key: Int[Tensor, "B M W"],
+    *,
+    cycle: Int[Tensor, " M"] | None,
+    stratum: Int[Tensor, " M"],
+    num_strata: int,
+    is_partner: Bool[Tensor, " M"],
+) -> tuple[Bool[Tensor, "B M W"], Float[Tensor, "B M W"]]:
+    """Which tokens are masked where every block masks its own share, and one over the probability of each for that."""
+    num_blocks = u.shape[-1]
+    size = torch.zeros_like(u).scatter_add(-1, token_block, is_completion.long())  # (B, M, K)
+    if cycle is None:
+        count = _masked_count(u, size, stratum[:, None], num_strata)
+    else:
+        count = 1 + ((u * size >> UNIT_BITS) + cycle[:, None]) % size.clamp(min=1)
+    by_key = sort_key.argsort(dim=-1)
+    # a stable sort by block keeps the random order inside each block
+    block_or_end = token_block.masked_fill(~is_completion, num_blocks)
+    by_block = block_or_end.gather(-1, by_key).argsort(dim=-1, stable=True)
+    place = by_key.gather(-1, by_block).argsort(dim=-1)  # of each token in its row, block after block
+    rank = place - (size.cumsum(-1) - size).gather(-1, token_block)
+    size, count = size.gather(-1, token_block), count.gather(-1, token_block)  # (B, M, W), of each token's block
+    takes_rest = is_partner[:, None] & (count < size)
+    is_chosen = is_completion & ((rank < count) ^ takes_rest)
+    return is_chosen, size / torch.where(takes_rest, size - count, count).clamp(min=1).float()
 
 
 def draw_mask_plan(
@@ -80,6 +117,7 @@ def draw_mask_plan(
     block_length: int,
     seed: int,
     iteration: int,
+    block_offset: Int[Tensor, " B"] | None = None,
 ) -> MaskPlan:
     r"""
     Draw the masks of every row, as a function of `(seed, noise_key, iteration, draw index)` alone.
@@ -90,6 +128,7 @@ def draw_mask_plan(
     | `block_suffix` | as `semi_ar`; prompt and earlier tokens with probability 0.15 | the completion's | `1/scored` |
     | `semi_ar` | `k ~ U{1..len_b}` of a random block and all later tokens | the `k` of the block | `K len_b / (k C)` |
     | `full` | the whole completion | all | `1/C` |
+    | `staircase` | `k_b ~ U{1..len_b}` tokens of every block | those | `len_b / (k_b C)` |
 
     Rows that share a `noise_key` share one uniform number and one random order of window positions per draw, and each
     masks the first `ceil(u C)` of its own positions in that order: each row's own law is unchanged, and equal lengths
@@ -105,23 +144,29 @@ def draw_mask_plan(
         window_length (`int`):
             Tokens in the window, at least the longest completion.
         law (`str`):
-            One of `"uniform"`, `"block_suffix"`, `"semi_ar"`, `"full"`.
+            One of `"uniform"`, `"block_suffix"`, `"semi_ar"`, `"full"`, `"staircase"`.
         sampling (`str`):
             How the `M` draws of a row relate: `"independent"`; `"stratified"`, the count of draw m taken from the
-            m-th of M equal parts; `"complementary"`, pairs that mask every token of the active set once.
+            m-th of M equal parts; `"complementary"`, pairs that mask every token of the active set once; `"cyclic"`,
+            for the staircase, `k_m = 1 + (o + m) mod len_b` from a random start `o` per block: unbiased for any `M`,
+            and every count once where `M = len_b`.
         num_draws (`int`):
             `M`. Even for `"complementary"`, 1 for `"full"`.
         block_length (`int`):
-            Tokens per block of the semi-autoregressive decoder.
+            Tokens per block of the decoder.
         seed (`int`):
             Seed of the run.
         iteration (`int`):
             Inner iteration (`num_iterations`), so that each pass over a rollout has fresh masks.
+        block_offset (`Int[Tensor, "B"]`, *optional*):
+            For the staircase, whose blocks are counted from the start of the prompt: prompt tokens in the block of the
+            first completion token, below `block_length`.
 
     Returns:
         [`MaskPlan`]
     """
     check_draws(law, sampling, num_draws)
+    assert (block_offset is not None) == (law == "staircase"), "blocks start at the completion in every other law"
     device = noise_key.device
     draw = torch.arange(num_draws, device=device)
     is_paired = sampling == "complementary"
@@ -140,6 +185,34 @@ def draw_mask_plan(
     length = completion_length[:, None, None]  # (B, 1, 1)
     is_completion = (position < length).expand(-1, num_draws, -1)  # (B, M, W)
 
+    stratum = draw if sampling == "stratified" else torch.zeros_like(draw)
+    num_strata = num_draws if sampling == "stratified" else 1
+    no_prompt = torch.zeros(len(noise_key), num_draws, prompt_mask.shape[1], dtype=torch.bool, device=device)
+
+    if block_offset is not None:
+        token_block = (block_offset[:, None] + position) // block_length  # (B, W)
+        num_blocks = (window_length + 2 * block_length - 2) // block_length  # that any offset can need
+        every_block = torch.arange(num_blocks, device=device)
+        start_key = torch.zeros_like(draw_key) if sampling == "cyclic" else draw_key  # one start for all draws
+        count_keys = (row_key[..., None], pass_key[..., None], start_key[..., None], every_block)
+        chosen, odds = _masked_per_block(
+            is_completion,
+            token_block[:, None].expand(-1, num_draws, -1),
+            unit_bits(random_bits(seed, Stream.COUNT, *count_keys)).expand(-1, num_draws, -1),
+            bits(Stream.ORDER, position),
+            cycle=draw if sampling == "cyclic" else None,
+            stratum=stratum,
+            num_strata=num_strata,
+            is_partner=is_partner,
+        )
+        return MaskPlan(
+            is_noised_prompt=no_prompt,
+            is_noised=chosen,
+            is_scored=chosen,
+            weight=torch.where(chosen, odds / length.clamp(min=1), 0.0),
+            inverse_probability=torch.where(chosen, odds, 0.0),
+        )
+
     # the active set: the tokens of which k are masked at random
     if law in ("block_suffix", "semi_ar"):
         num_blocks = (completion_length + block_length - 1) // block_length  # (B,)
@@ -156,12 +229,7 @@ def draw_mask_plan(
     # exactly k of them, in the order of random integers keyed by the position in the window
     sort_key = bits(Stream.ORDER, position).masked_fill(~is_active, torch.iinfo(torch.int64).max)
     rank = sort_key.argsort(dim=-1).argsort(dim=-1)  # (B, M, W)
-    if law == "full":
-        count = size
-    else:
-        stratum = draw if sampling == "stratified" else torch.zeros_like(draw)
-        num_strata = num_draws if sampling == "stratified" else 1
-        count = _masked_count(unit_bits(bits(Stream.COUNT)), size, stratum, num_strata)
+    count = size if law == "full" else _masked_count(unit_bits(bits(Stream.COUNT)), size, stratum, num_strata)
     is_first = rank < count[..., None]
     # the partner masks the other tokens, or the same full mask when there are none: its size stays uniform on 1..L
     takes_rest = is_partner & (count < size) if law != "full" else torch.zeros_like(count, dtype=torch.bool)
@@ -169,7 +237,7 @@ def draw_mask_plan(
     count = torch.where(takes_rest, size - count, count)  # (B, M)
 
     is_noised = is_chosen | is_later
-    is_noised_prompt = torch.zeros(*count.shape, prompt_mask.shape[1], dtype=torch.bool, device=device)
+    is_noised_prompt = no_prompt
     if law == "block_suffix":
         threshold = round(CONTEXT_MASK_PROBABILITY * (1 << UNIT_BITS))
         is_earlier = is_completion & ~is_active & ~is_later

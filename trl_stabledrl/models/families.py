@@ -2,12 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between model families, and what a checkpoint's config and tokenizer leave open."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from trl_stabledrl.core.masking import MaskLaw, McSampling
+
+from .bidirectional import BlockDiffusionMixin, SelectedPositionsMixin
+
+Attention = Literal["full", "block"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,7 @@ class Family:
         end_token_ids (`tuple[int, ...]`):
             Tokens that end a completion in the published checkpoints.
         block_length (`int`):
-            Default number of tokens decoded together.
+            Default number of tokens decoded together. With block attention the config's `block_size` replaces it.
         tokens_per_step (`int`):
             Tokens committed per denoising step by default.
         mask_law (`str`):
@@ -40,7 +55,7 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
-    attention: Literal["full", "block"]
+    attention: Attention
     mask_token_id: int
     end_token_ids: tuple[int, ...]
     block_length: int
@@ -49,21 +64,113 @@ class Family:
     mc_sampling: McSampling
     num_mc_samples: int
 
+    def __post_init__(self) -> None:
+        """Raise where the facts contradict each other."""
+        if self.attention not in get_args(Attention):
+            raise ValueError(
+                f"attention={self.attention!r} of family {self.name} is not known. Use one of "
+                f"{', '.join(map(repr, get_args(Attention)))}."
+            )
+        self.check_mask_law(self.mask_law)
 
-FAMILIES: tuple[Family, ...] = (
-    Family(
-        name="LLaDA",
-        model_types=("llada",),
-        attention="full",
-        mask_token_id=126336,
-        end_token_ids=(126081, 126348),
-        block_length=32,
-        tokens_per_step=2,
-        mask_law="block_suffix",
-        mc_sampling="complementary",
-        num_mc_samples=2,
-    ),
-)
+    @property
+    def mask_laws(self) -> tuple[MaskLaw, ...]:
+        """Laws whose masks this attention can be scored under."""
+        laws: tuple[MaskLaw, ...] = get_args(MaskLaw)
+        return tuple(law for law in laws if (law == "staircase") == (self.attention == "block"))
+
+    @property
+    def sft_mask_law(self) -> MaskLaw:
+        """Law of supervised training: the one the published checkpoints were trained under."""
+        return "staircase" if self.attention == "block" else "uniform"
+
+    def check_mask_law(self, mask_law: str) -> None:
+        """Raise unless a completion of this family can be scored under the law."""
+        if mask_law not in self.mask_laws:
+            raise ValueError(
+                f"mask_law={mask_law!r} does not apply to {self.name}, whose attention is {self.attention!r}. "
+                f"Allowed: {', '.join(map(repr, self.mask_laws))}."
+            )
+
+    def resolved_block_length(self, block_length: int | None, *, max_completion_length: int) -> int:
+        """The decoder's block length, this family's where none is given; raises where it cannot be used."""
+        if self.attention == "full":
+            return min(self.block_length, max_completion_length) if block_length is None else block_length
+        if block_length not in (None, self.block_length):
+            raise ValueError(
+                f"block_length={block_length} is not the model's own, {self.block_length}: a model with block "
+                "attention only knows the blocks it was trained with. Leave block_length out, or load a checkpoint "
+                f"of block_size {block_length}."
+            )
+        return self.block_length
+
+
+FAMILIES: list[Family] = []
+"""The known families, in the order they were registered. [`register_family`] adds to it."""
+
+
+def register_family(
+    family: Family,
+    config_class: type[PreTrainedConfig],
+    model_class: type[SelectedPositionsMixin],
+    *,
+    key_renames: Sequence[WeightConverter | WeightRenaming] = (),
+) -> None:
+    r"""
+    Make a family known here and to transformers' Auto classes. Again, as after a reload, replaces the first time.
+
+    A class registered from outside transformers wins over a checkpoint's `auto_map`, whatever `trust_remote_code`
+    says: the Auto classes call it "explicit local code" and never fetch the remote file.
+
+    Args:
+        family ([`Family`]):
+            Facts of the family.
+        config_class (`type[PreTrainedConfig]`):
+            Its configuration, with a `model_type` of its own.
+        model_class (`type[SelectedPositionsMixin]`):
+            Its model with a vocabulary projection. A [`BlockDiffusionMixin`] where attention is by blocks.
+        key_renames (`Sequence[WeightRenaming]`, *optional*):
+            Renames from the published tensor names to the host's, applied on loading and turned round on saving.
+    """
+    model_type = config_class.model_type
+    if model_type not in family.model_types:
+        raise ValueError(
+            f"{config_class.__name__} has model_type {model_type!r}, but family {family.name} has model_types="
+            f"{family.model_types}. Give the config class a model_type of its own and list it in the family."
+        )
+    if (family.attention == "block") != issubclass(model_class, BlockDiffusionMixin):
+        mixin = BlockDiffusionMixin if family.attention == "block" else SelectedPositionsMixin
+        raise ValueError(
+            f"Family {family.name} has attention={family.attention!r}, but {model_class.__name__} attends otherwise. "
+            f"Derive the model from {mixin.__name__}, or correct attention."
+        )
+    for other in FAMILIES:
+        taken = set(other.model_types) & set(family.model_types)
+        if taken and other.name != family.name:
+            raise ValueError(
+                f"model_type {', '.join(map(repr, sorted(taken)))} of family {family.name} already belongs to family "
+                f"{other.name}. Choose another model_type."
+            )
+    if model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type].__module__.startswith("transformers."):
+        raise ValueError(
+            f"model_type {model_type!r} of family {family.name} is transformers' own, whose models would all load as "
+            f"{model_class.__name__}. Choose another model_type."
+        )
+    # TRL reads it of every config whose architecture transformers lacks; a published one overrides it
+    registered: Any = config_class
+    registered.auto_map = {}
+    AutoConfig.register(model_type, config_class, exist_ok=True)
+    # published auto_maps differ in whether AutoModel names a class with the vocabulary projection; without our forward
+    # the mask would be another, so that nothing loads as a bare backbone
+    AutoModel.register(config_class, model_class, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+    if key_renames:
+        register_checkpoint_conversion_mapping(model_type, list(key_renames), overwrite=True)
+    names = [other.name for other in FAMILIES]
+    if family.name in names:
+        FAMILIES[names.index(family.name)] = family
+    else:
+        FAMILIES.append(family)
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -80,6 +187,8 @@ def family_of(config: PreTrainedConfig) -> Family:
     """
     for family in FAMILIES:
         if config.model_type in family.model_types:
+            if family.attention == "block":  # the blocks a model was trained with are its own
+                return replace(family, block_length=config.to_dict()["block_size"])
             return family
     known = ", ".join(repr(model_type) for family in FAMILIES for model_type in family.model_types)
     raise ValueError(

@@ -2,18 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLaDA as transformers' Llama with bidirectional attention, under the names of its published checkpoints."""
 
-import dataclasses
 from typing import Any
 
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
-from transformers.utils import logging
 
 from .bidirectional import SelectedPositionsMixin
+from .families import Family, register_family
 
-logger = logging.get_logger(__name__)
+FAMILY = Family(
+    name="LLaDA",
+    model_types=("llada",),
+    attention="full",
+    mask_token_id=126336,
+    end_token_ids=(126081, 126348),
+    block_length=32,
+    tokens_per_step=2,
+    mask_law="block_suffix",
+    mc_sampling="complementary",
+    num_mc_samples=2,
+)
 
 # published name -> Llama's; `embedding_size` and `rope_theta` are handled apart
 PUBLISHED_NAMES = {
@@ -103,9 +111,6 @@ class LLaDAConfig(LlamaConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     mask_token_id: int | None = None
-    auto_map: dict[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # TRL reads it where transformers lacks the architecture
 
     alibi: bool = False
     alibi_bias_max: float = 8.0
@@ -198,8 +203,6 @@ class LLaDAConfig(LlamaConfig):
             saved.pop(field, None)
         if self.bos_token_id is None:
             saved.pop("bos_token_id", None)
-        if not self.auto_map:
-            saved.pop("auto_map", None)
         return saved
 
 
@@ -243,69 +246,5 @@ class LLaDAModelLM(SelectedPositionsMixin, LlamaForCausalLM):  # pyright: ignore
     config_class = LLaDAConfig
     config: LLaDAConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, ignore_mismatched_sizes: bool = False, **kwargs: Any
-    ) -> Any:
-        r"""
-        Load as transformers does, and raise where it would only warn about tensors that do not fit the config.
 
-        Args:
-            pretrained_model_name_or_path (`str` or `os.PathLike`):
-                Folder or name on the Hub.
-            ignore_mismatched_sizes (`bool`, *optional*, defaults to `False`):
-                Whether tensors of another shape, and absent ones, are replaced by fresh random ones.
-
-        Returns:
-            [`LLaDAModelLM`]:
-                The model, with the loading report where `output_loading_info=True`.
-        """
-        if kwargs.get("trust_remote_code"):
-            logger.warning_once(
-                "trust_remote_code=True was ignored: LLaDA runs in trl_stabledrl's own classes, no remote code is run."
-            )
-        with_report = kwargs.pop("output_loading_info", False)
-        # transformers names the two shapes in a log record alone; with this flag it reports them to us instead
-        loaded: Any = super().from_pretrained(
-            pretrained_model_name_or_path, *args, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
-        )
-        model, report = loaded
-        if not ignore_mismatched_sizes:
-            for name, in_checkpoint, in_model in report["mismatched_keys"]:
-                raise ValueError(
-                    f"{name} has shape {tuple(in_checkpoint)} in {pretrained_model_name_or_path} and "
-                    f"{tuple(in_model)} by its config. Correct vocab_size, embedding_size or the sizes in config.json."
-                )
-            if report["missing_keys"]:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} lacks the tensors of {sorted(report['missing_keys'])}, which "
-                    "would be left random. Check that all weight files are there and bear LLaDA's published names."
-                )
-        return (model, report) if with_report else model
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        r"""
-        Load tensors under Llama's or the published names.
-
-        `Trainer` resumes by reading the weight file itself and loading it with `strict=False`: without the renames it
-        would find none of the tensors it saved and go on with the initial weights.
-
-        Args:
-            state_dict (`Mapping[str, Tensor]`):
-                Tensors by name.
-            strict (`bool`, *optional*, defaults to `True`):
-                Whether absent and unknown names raise.
-            assign (`bool`, *optional*, defaults to `False`):
-                Whether to take the tensors themselves instead of copying their values.
-
-        Returns:
-            `NamedTuple`:
-                The absent and the unknown names.
-        """
-        renamed: dict[str, Tensor] = {}
-        renames = get_checkpoint_conversion_mapping(self.config.model_type)
-        for name, tensor in state_dict.items():
-            for rename in renames or ():
-                name, _ = rename.rename_source_key(name)
-            renamed[name] = tensor
-        return super().load_state_dict(renamed, strict=strict, assign=assign)
+register_family(FAMILY, LLaDAConfig, LLaDAModelLM, key_renames=key_renames())

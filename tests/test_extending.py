@@ -71,7 +71,7 @@ def test_the_toy_family_trains_for_a_step_as_the_definition_says(toy, tmp_path):
     assert family_of(model.config) is toy.FAMILY
     assert (run.trainer.args.mask_law, run.trainer.args.num_mc_samples) == ("uniform", 2)
     assert run.trainer.state.global_step == 1
-    assert largest_difference(run) < 1e-6  # measured 0.0
+    assert largest_difference(run) < 1e-6  # measured 4.4e-8: RMSNorm is float32
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

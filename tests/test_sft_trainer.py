@@ -17,6 +17,7 @@ from trl import SFTConfig
 from tests import naive
 from tests.trainer_tools import END, MASK, flat, letter_tokenizer, relative_difference, tiny_model
 from trl_stabledrl import DiffusionSFTConfig, DiffusionSFTTrainer
+from trl_stabledrl.models import FAMILIES
 from trl_stabledrl.sft_config import REFUSED_OPTIONS
 
 WINDOW, BLOCK = 6, 4
@@ -406,18 +407,19 @@ def test_every_refused_option_exists():
 )
 def test_a_value_without_meaning_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        config_of("unused", **options)
+        config_of("unused", **options).resolve(FAMILIES[0])
 
 
 def test_every_field_has_a_line_of_documentation_and_of_help():
     inherited = {f.name for f in dataclasses.fields(SFTConfig)}
     own = [f for f in dataclasses.fields(DiffusionSFTConfig) if f.name not in inherited]
     documentation = inspect.cleandoc(DiffusionSFTConfig.__doc__ or "")
-    documented = re.findall(r"^    (\w+) \(`\w+`, \*optional\*, defaults to `(.*)`\):$", documentation, re.M)
-    assert documented == [(f.name, json.dumps(f.default)) for f in own]
+    documented = re.findall(r"^    (\w+) \(`\w+`, \*optional\*(?:, defaults to `(.*)`)?\):$", documentation, re.M)
+    assert documented == [(f.name, "" if f.default is None else json.dumps(f.default)) for f in own]
     assert all(f.metadata["help"].endswith(".") for f in own)
 
 
 def test_a_window_shorter_than_a_block_needs_no_block_length_where_there_are_no_blocks():
     config = DiffusionSFTConfig("unused", use_cpu=True, bf16=False, max_completion_length=32)
+    config.resolve(FAMILIES[0])
     assert (config.mask_law, config.num_mc_samples, config.block_length) == ("uniform", 1, 32)

@@ -153,9 +153,15 @@ def test_draws_that_do_not_suit_the_familys_sampling_are_refused_when_it_is_know
         config.resolve(LLADA)
 
 
+def test_a_block_longer_than_the_completion_is_refused_with_full_attention():
+    config = config_of(block_length=33, max_completion_length=32)
+    with pytest.raises(ValueError, match="block_length to be 1 to max_completion_length=32, got 33"):
+        config.resolve(LLADA)
+
+
 CHOICES = {
-    "mask_law": "'uniform', 'block_suffix', 'semi_ar', 'full'",
-    "mc_sampling": "'independent', 'stratified', 'complementary'",
+    "mask_law": "'uniform', 'block_suffix', 'semi_ar', 'full', 'staircase'",
+    "mc_sampling": "'independent', 'stratified', 'complementary', 'cyclic'",
     "mask_coupling": "'shared', 'independent'",
     "mask_sharing": "'none', 'group'",
     "surrogate": "'elbo', 'sandwich'",
@@ -163,6 +169,7 @@ CHOICES = {
     "ratio_normalization": "'token', 'sequence'",
     "kl_estimator": "'k2', 'k3'",
     "tail": "'mask', 'eos', 'hidden'",
+    "context_attention": "'block_causal', 'causal'",
     "remasking": "'low_confidence', 'random', 'entropy', 'margin'",
     "suppress_eos": "'sampling', 'early_commit'",
 }
@@ -193,10 +200,6 @@ def test_an_unknown_choice_is_refused_with_the_known_ones(name):
         ({"max_completion_length": 0}, "max_completion_length=0 must be at least 1"),
         ({"max_completion_length": None}, "max_completion_length=None must be at least 1"),
         ({"block_length": 0}, "block_length"),
-        (
-            {"block_length": 33, "max_completion_length": 32},
-            "block_length to be 1 to max_completion_length=32, got 33",
-        ),
         ({"num_denoising_steps": 0}, "num_denoising_steps=0 must be at least 1 per block"),
         ({"num_denoising_steps": 0, "block_length": 4}, "num_denoising_steps"),
         ({"scale_rewards": "sometimes"}, "scale_rewards='sometimes' is not known. Use 'none'"),

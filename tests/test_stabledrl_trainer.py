@@ -325,18 +325,18 @@ PROMPTS_WITHOUT_IT = ["cd", "c", "defgd", "gg"]
 def poisoned(monkeypatch) -> Any:
     """A model that cannot see one token, though its rollouts are those of the sound one."""
     sound = tiny_model().get_input_embeddings().weight.detach()
-    sample_full = stabledrl_trainer.sample_full
+    sample = stabledrl_trainer.sample
 
-    def sample(model, *args, **kwargs):
+    def sample_soundly(model, *args, **kwargs):
         weight = model.get_input_embeddings().weight
         with torch.no_grad():
             broken = weight[LOST].clone()
             weight[LOST] = sound[LOST]
-            rollout = sample_full(model, *args, **kwargs)
+            rollout = sample(model, *args, **kwargs)
             weight[LOST] = broken
         return rollout
 
-    monkeypatch.setattr(stabledrl_trainer, "sample_full", sample)
+    monkeypatch.setattr(stabledrl_trainer, "sample", sample_soundly)
 
     def make() -> Any:
         model = tiny_model()

@@ -152,7 +152,7 @@ def generate(
         show_progress (`bool`, *optional*, defaults to `True`):
             Show a bar when it takes more than a few seconds.
         return_rollouts (`bool`, *optional*, defaults to `False`):
-            Also return one [`~samplers.full.Rollout`] per batch, with token ids and the step of each commit.
+            Also return one [`~samplers.Rollout`] per batch, with token ids and the step of each commit.
 
     Returns:
         `list[str]`, or `tuple[list[str], list[Rollout]]` with `return_rollouts=True`:

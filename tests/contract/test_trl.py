@@ -334,6 +334,8 @@ def test_fields_and_defaults_of_the_configurations():
         "kl_estimator": "k3",
         "score_temperature": 1.0,
         "tail": "mask",
+        "context_attention": "block_causal",
+        "detach_context": False,
         "block_length": None,
         "num_denoising_steps": None,
         "remasking": "low_confidence",
@@ -346,10 +348,10 @@ def test_fields_and_defaults_of_the_configurations():
         "vllm_importance_sampling_correction": False,
     }
     assert own_fields(DiffusionSFTConfig, SFTConfig) == {
-        "mask_law": "uniform",
+        "mask_law": None,
         "mc_sampling": "independent",
         "num_mc_samples": 1,
-        "block_length": 32,
+        "block_length": None,
         "max_completion_length": 256,
         "tail": "mask",
         "completion_only_loss": True,

@@ -538,12 +538,13 @@ def test_ranks_run_the_same_number_of_forwards_of_the_same_kind(here, there, is_
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, when it imports its compiler
 def test_attention_implementations_agree(attn_implementation):
     model = tiny_sdar(attn_implementation=attn_implementation, dtype=torch.float64)
-    prompts, settings = [prompt_of(6), prompt_of(11), [5], prompt_of(130)], {"max_completion_length": 9}
+    prompts = [prompt_of(6), prompt_of(11), [5], prompt_of(130)]
+    settings: dict[str, Any] = {"max_completion_length": 9, "temperature": 0.0}
 
     with torch.compiler.set_stance("force_eager"):  # a kernel for every length would take minutes to build
-        rollout = sample(model, prompts, temperature=0.0, **settings)
+        rollout = sample(model, prompts, **settings)
 
-    expected = sample(tiny_sdar(dtype=torch.float64), prompts, temperature=0.0, **settings)
+    expected = sample(tiny_sdar(dtype=torch.float64), prompts, **settings)
     assert torch.equal(rollout.window_ids, expected.window_ids)
     assert torch.equal(rollout.commit_step, expected.commit_step)
 

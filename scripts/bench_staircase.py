@@ -3,11 +3,11 @@
 """
 `scripts/bench_staircase.py`: one scoring pass of block diffusion, forward and backward, three ways.
 
-`staircase`: all blocks and draws in one pass (what this package does); `per_draw`: one pass per draw, each with a clean
-text of its own, as peers do; `per_block`: one forward per block and draw, each behind the clean text before it, without
-a cache, since a cache would hold the graph of every block. All give the same gradient, which is checked. Random SDAR,
-one CPU thread; seconds are process CPU seconds, taken in turns so that a busy machine slows all alike, and memory is the
-peak of a process that runs one way only, less what it held before.
+`staircase`: all blocks and draws in one pass (what this package does); `per_draw`: one pass per draw, each with a
+clean text of its own, as peers do; `per_block`: one forward per block and draw, each behind the clean text before it,
+without a cache, since a cache would hold the graph of every block. All give the same gradient, which is checked.
+Random SDAR, one CPU thread; seconds are process CPU seconds, taken in turns so that a busy machine slows all alike;
+memory is the peak of a process that runs one way only, less what it held before.
 """
 
 import argparse

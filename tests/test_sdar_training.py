@@ -270,7 +270,7 @@ def test_supervised_training_gives_the_gradient_of_the_definition(tmp_path):
         loss = loss - torch.stack([odds * log_probs[j] for j, odds in draw.odds]).sum()
         num_tokens += len(completion)
     (loss / num_tokens).backward()
-    expected = {name: p.grad for name, p in reference.named_parameters()}
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     assert relative_difference(step, flat(expected[name] for name in start)) < TOLERANCE
 
 
@@ -305,8 +305,8 @@ def test_rollouts_switch_flex_attention_off_and_on_again():
     model, tokenizer = tiny_model(dtype=torch.float32), letter_tokenizer()
     expected = trl_stabledrl.generate(model, tokenizer, PROMPTS, max_completion_length=9, show_progress=False)
     model.set_attn_implementation("flex_attention")
-    used: set[str] = set()
-    model.register_forward_pre_hook(lambda module, args: used.add(module.config._attn_implementation))
+    used: set[Any] = set()
+    model.register_forward_pre_hook(lambda module, args: used.add(model.config._attn_implementation))
 
     found = trl_stabledrl.generate(model, tokenizer, PROMPTS, max_completion_length=9, show_progress=False)
 

@@ -109,6 +109,8 @@ def trained(folder: Path, data: Dataset = TEXT, *, model: Any = None, **changes:
 
 def naive_elbo(model: Any, index: int, prompt: list[int], completion: list[int], args: DiffusionSFTConfig) -> Tensor:
     """Summed over the completion."""
+    assert args.mask_law  # resolved by the trainer
+    assert args.block_length
     objective = naive.Objective(
         group_size=1,
         window_length=args.max_completion_length,

@@ -12,9 +12,8 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-
 CACHE_ARGUMENT = "past_key_values"
-"""Argument of a model that takes its cache. Remove when transformers < 5.24 is dropped: it is `cache` from there on."""
+"""Argument of a model that takes its cache. Remove when transformers < 5.24 is dropped: from there it is `cache`."""
 
 
 @contextmanager

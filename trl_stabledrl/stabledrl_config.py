@@ -378,9 +378,7 @@ class StableDRLConfig(GRPOConfig):
             self.num_mc_samples = self.num_mc_samples or 1
         self.mc_sampling = self.mc_sampling or family.mc_sampling
         self.num_mc_samples = self.num_mc_samples or family.num_mc_samples
-        self.block_length = family.resolved_block_length(
-            self.block_length, max_completion_length=self._window_length
-        )
+        self.block_length = family.resolved_block_length(self.block_length, max_completion_length=self._window_length)
         if self.num_denoising_steps is None:
             self.num_denoising_steps = -(-self.block_length // family.tokens_per_step)
         family.check_mask_law(self.mask_law)

@@ -13,10 +13,8 @@ from trl_stabledrl.checks import (
     check_output_dir,
     check_reference_path,
     default_bf16,
-    load_run_state,
     resume_request,
     revision_of,
-    save_run_state,
     unknown_key,
     with_flex_attention,
 )
@@ -111,16 +109,6 @@ def test_a_folder_with_checkpoints_needs_a_word(tmp_path):
     check_output_dir(str(tmp_path), str(tmp_path / "checkpoint-9"))
     with pytest.raises(ValueError, match=r"already holds a checkpoint, checkpoint-10, .*Nothing was touched"):
         check_output_dir(str(tmp_path), False)
-
-
-def test_counters_of_a_run_are_read_back(tmp_path):
-    save_run_state(tmp_path, num_rollouts=3, micro_steps=7)
-    assert load_run_state(tmp_path) == {"num_rollouts": 3, "micro_steps": 7}
-
-
-def test_a_folder_without_counters_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"stabledrl_state\.json is missing, so .* was not written by a trainer"):
-        load_run_state(tmp_path)
 
 
 def test_bf16_is_the_default_only_where_there_is_an_accelerator(monkeypatch):

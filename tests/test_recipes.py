@@ -9,13 +9,16 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
 import trl_stabledrl
+from tests.model_tools import LORA_TARGETS
 from tests.tiny import published_llada_folder, published_sdar_folder, tiny_tokenizer
 from trl_stabledrl.cli.main import main
 from trl_stabledrl.cli.train import make_parser
 
 RECIPES = sorted(trl_stabledrl.recipes_folder().glob("*.yaml"))
 TRAINING = [path for path in RECIPES if path.stem != "quickstart"]
-LLADA = [path for path in TRAINING if path.stem.startswith("llada")]
+ADAPTING = [path for path in TRAINING if path.stem.endswith("lora")]
+LLADA = [path for path in TRAINING if path.stem.startswith("llada") and path not in ADAPTING]
+LLADA_ADAPTING = [path for path in ADAPTING if path.stem.startswith("llada")]
 RELEASED = [path for path in LLADA if path.stem.endswith("_released")]
 SDAR = [path for path in TRAINING if path.stem.startswith("sdar")]
 LAUNCHING = sorted(trl_stabledrl.recipes_folder().glob("accelerate/*.yaml"))
@@ -45,10 +48,12 @@ def test_recipes_are_the_ones_this_file_knows():
     tasks = ("countdown", "gsm8k", "math", "sudoku")
     names = [f"llada_8b_{task}{suffix}" for task in tasks for suffix in ("", "_released")]
     assert [path.stem for path in LLADA] == names
-    names = ["1_7b_math", "1_7b_math_dynamic", "8b_math", "8b_math_dynamic", "8b_math_lora"]
+    assert [path.stem for path in LLADA_ADAPTING] == ["llada_8b_gsm8k_lora", "llada_8b_gsm8k_qlora"]
+    names = ["1_7b_math", "1_7b_math_dynamic", "8b_math", "8b_math_dynamic", "8b_math_lora", "8b_math_qlora"]
     assert [path.stem for path in SDAR] == [f"sdar_{name}" for name in names]
-    assert len(LLADA) + len(SDAR) == len(TRAINING)
-    assert [path.stem for path in LAUNCHING] == ["cpu", "ddp", "single_gpu", "zero2", "zero3"]
+    assert len(LLADA) + len(LLADA_ADAPTING) + len(SDAR) == len(TRAINING)
+    names = ["cpu", "ddp", "fsdp2", "multi_node", "single_gpu", "zero2", "zero3", "zero3_offload"]
+    assert [path.stem for path in LAUNCHING] == names
 
 
 @pytest.mark.parametrize("path", LLADA, ids=lambda path: path.stem)
@@ -75,11 +80,12 @@ def test_block_diffusion_recipe_dry_runs_on_a_tiny_model(path, no_hub, tmp_path,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
     flags = ["--model_name_or_path", str(folder), "--use_cpu", "--dry_run", "--num_train_prompts", "128"]
+    flags += ["--load_in_4bit", "false"]  # bitsandbytes is no dependency of the tests
 
     assert main(["train", "--config", str(path), *flags]) == 0
 
     shown = " ".join(capsys.readouterr().out.split())
-    rows = 128 if path.stem.endswith("lora") else 64
+    rows = 128 if path.stem.endswith("_lora") else 64
     assert f"update {rows} rows = {rows // 16} prompts x 16 completions" in shown
     assert "2048 tokens in 513 blocks of 4" in shown
     assert ("all tokens above 0.9 in each step" in shown) == path.stem.endswith("dynamic")
@@ -111,11 +117,39 @@ def test_block_diffusion_recipe_has_the_chosen_settings(path):
     assert ("use_peft" in recipe) == is_lora
     num_processes = 1 if is_lora else 8
     num_rows = num_processes * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
-    assert num_rows == (8 if is_lora else 32) * 16
+    assert num_rows == (32 if not is_lora else 4 if "load_in_4bit" in recipe else 8) * 16
     header = path.read_text().split("\n\n")[0]
     launch = "single_gpu" if is_lora else "zero3"
     assert f"trl-stabledrl train --config {path.stem} --accelerate_config {launch}" in header
     assert "AIME24 16.7" in header
+
+
+@pytest.mark.parametrize("path", ADAPTING, ids=lambda path: path.stem)
+def test_adapter_recipe_changes_what_an_adapter_needs_and_nothing_else(path):
+    is_quantised = path.stem.endswith("_qlora")
+    recipe, whole = (
+        yaml.safe_load((path.parent / f"{name}.yaml").read_text())
+        for name in (path.stem, path.stem.rpartition("_")[0])
+    )
+
+    differing = {name for name in recipe.keys() | whole.keys() if recipe.get(name) != whole.get(name)}
+    schedule = {
+        "output_dir",
+        "learning_rate",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "max_steps",
+    }
+    adapter = {"use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"}
+    quantisation = {"load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"} if is_quantised else set()
+    assert adapter | quantisation <= differing <= schedule | adapter | quantisation
+    assert recipe["learning_rate"] == pytest.approx(10 * whole["learning_rate"])
+    assert recipe["lora_target_modules"] == LORA_TARGETS
+    num_rows = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    assert num_rows == (4 if is_quantised else 8) * 16
+    text = path.read_text()
+    assert f"trl-stabledrl train --config {path.stem} --accelerate_config single_gpu" in text
+    assert f"trl-stabledrl merge --adapter outputs/{path.stem} --output_dir" in text
 
 
 @pytest.mark.parametrize("path", LLADA, ids=lambda path: path.stem)
@@ -189,10 +223,17 @@ def test_accelerate_reads_its_configuration(path):
     config = load_config_from_file(str(path))
     assert isinstance(config, ClusterConfig)
 
-    zero = {"zero2": 2, "zero3": 3}.get(path.stem)
-    assert config.num_processes == {"cpu": 2, "single_gpu": 1}.get(path.stem, 8)
+    zero = {"zero2": 2, "zero3": 3, "zero3_offload": 3, "multi_node": 3}.get(path.stem)
+    assert config.num_processes == {"cpu": 2, "single_gpu": 1, "multi_node": 16}.get(path.stem, 8)
+    assert config.num_machines == (2 if path.stem == "multi_node" else 1)
     assert config.use_cpu == (path.stem == "cpu")
-    assert (config.deepspeed_config or {}).get("zero_stage") == zero
+    deepspeed = config.deepspeed_config or {}
+    assert deepspeed.get("zero_stage") == zero
+    assert deepspeed.get("zero3_save_16bit_model", False) == (zero == 3)
+    is_offloaded = {deepspeed.get(f"offload_{name}_device") == "cpu" for name in ("optimizer", "param")}
+    assert is_offloaded == {path.stem == "zero3_offload"}
+    assert (config.fsdp_config or {}).get("fsdp_version") == (2 if path.stem == "fsdp2" else None)
+    assert f"--accelerate_config {path.stem}`" in path.read_text()
 
 
 def test_countdown_weights_give_the_released_values():

@@ -29,6 +29,7 @@ from tests.trainer_tools import (
 )
 from trl_stabledrl import DiffusionSFTConfig, DiffusionSFTTrainer, StableDRLTrainer
 from trl_stabledrl.models import SDARForCausalLM
+from trl_stabledrl.models.families import FAMILIES
 
 BLOCK = 4
 TOLERANCE = 1e-6
@@ -156,6 +157,29 @@ def test_what_block_diffusion_cannot_do_is_refused(changes, message, tmp_path):
 def test_what_full_attention_cannot_do_is_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run_of(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("SDAR", {"tail": "hidden"}, "tail='hidden' does not apply to mask_law='staircase'"),
+        ("LLaDA", {"context_attention": "causal"}, "context_attention='causal' and detach_context=False apply to"),
+        ("LLaDA", {"detach_context": True}, "detach_context=True apply to mask_law='staircase' only"),
+    ],
+)
+def test_context_that_a_family_does_not_have_is_refused_without_a_model(family, changes, message, tmp_path):
+    """What a dry run looks at."""
+    (known,) = (known for known in FAMILIES if known.name == family)
+    changes = {"block_length": None, "num_denoising_steps": None} | changes
+    with pytest.raises(ValueError, match=message):
+        config_of(tmp_path, **changes).resolve(known)
+
+
+def test_supervised_training_refuses_a_tail_without_a_model(tmp_path):
+    (sdar,) = (known for known in FAMILIES if known.name == "SDAR")
+    args = DiffusionSFTConfig(output_dir=str(tmp_path), tail="eos", use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(ValueError, match="tail='eos' does not apply to mask_law='staircase'"):
+        args.resolve(sdar)
 
 
 def test_a_prompt_that_is_left_out_takes_its_own_reward_with_it(tmp_path):

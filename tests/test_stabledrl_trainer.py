@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
-import json
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests import naive
 from tests.tiny import published_llada_folder
@@ -781,102 +779,6 @@ def test_completions_can_be_logged(tmp_path, capsys):
         run.recorder.generations[0].completions, skip_special_tokens=True
     )
     assert "Completion" in capsys.readouterr().out
-
-
-# Checkpoints
-
-ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear"}
-
-
-@pytest.mark.parametrize("resumed_at", [2, 4, 6])  # in the first epoch, between two, and in the second
-def test_a_checkpoint_between_generations_resumes_bit_for_bit(resumed_at, tmp_path, monkeypatch):
-    options = layout(4, 2, 4, max_steps=8, save_strategy="steps", save_steps=2, **ADAM)
-    masks: dict[tuple[int, int], Any] = {}
-    with_masks_kept(monkeypatch, masks)
-    whole = run_of(tmp_path, prompts=PROMPTS * 2, **options)
-    num_masks = len(masks)
-
-    resumed = run_of(tmp_path, prompts=PROMPTS * 2, model=tiny_model(seed=3), is_trained=False, **options)
-    resumed.trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{resumed_at}"))
-
-    assert torch.equal(whole.parameters, resumed.parameters)
-    assert len(masks) == num_masks  # and those of the resumed run were the same: see with_masks_kept
-    assert resumed.trainer.state.global_step == 8
-    for name in ("reward", "learning_rate", "ratio/max"):
-        values = resumed.recorder.logged(name)
-        assert values
-        assert values == whole.recorder.logged(name)[-len(values) :]
-
-
-def test_a_checkpoint_inside_a_generation_resumes_with_a_warning(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("trl_stabledrl"), "propagate", True)
-    options = layout(4, 4, 4, num_iterations=2, save_strategy="steps", save_steps=3, **ADAM)
-    run_of(tmp_path, max_steps=3, **options)
-
-    resumed = run_of(tmp_path, is_trained=False, max_steps=6, **options, resume_from_checkpoint="true")
-    with caplog.at_level("WARNING", logger="trl_stabledrl.stabledrl_trainer"):
-        resumed.trainer.train()
-
-    assert "inside a generation" in caplog.text
-    assert "save_steps to a multiple of" in caplog.text
-    assert "= 2." in caplog.text
-    assert resumed.trainer.state.global_step == 6
-    assert len(resumed.gradients) == 3
-
-
-def test_a_checkpoint_of_another_trainer_is_not_continued(tmp_path):
-    options = layout(16, 1, 1, save_strategy="steps", save_steps=1)
-    run_of(tmp_path, max_steps=1, **options)
-    (tmp_path / "checkpoint-1" / "stabledrl_state.json").unlink()
-
-    resumed = run_of(tmp_path, is_trained=False, max_steps=2, **options)
-    with pytest.raises(ValueError, match=r"stabledrl_state\.json is missing"):
-        resumed.trainer.train(resume_from_checkpoint=True)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-@pytest.mark.parametrize("resume", [None, False, "false"])
-def test_an_output_folder_with_checkpoints_of_another_run_is_left_alone(resume, tmp_path):
-    options = layout(16, 1, 1, save_strategy="steps", save_steps=1)
-    run_of(tmp_path, **options)
-    before = files_of(tmp_path)
-    assert before
-
-    again = run_of(tmp_path, is_trained=False, **options)
-    with pytest.raises(ValueError, match=r"already holds a checkpoint, checkpoint-1.*resume_from_checkpoint=true"):
-        again.trainer.train(resume_from_checkpoint=resume)
-
-    assert files_of(tmp_path) == before
-    assert not again.gradients
-
-
-def test_a_checkpoint_is_self_contained(tmp_path, float64_folder):
-    model = model_from(float64_folder)
-    tokenizer = letter_tokenizer(chat_template=True)
-    trainer = StableDRLTrainer(
-        model,
-        lambda completions, **kwargs: [float(len(c)) for c in completions],
-        config_of(tmp_path, save_strategy="steps", save_steps=1),
-        prompts_of(),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-
-    folder = tmp_path / "checkpoint-1"
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    ids = torch.tensor([[5, 6, 2, 2]])
-    with torch.no_grad():
-        assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
-    assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
-    assert json.loads((folder / "config.json").read_text())["mask_token_id"] == 2
-    assert json.loads((folder / "stabledrl_state.json").read_text()) == {"num_rollouts": 1, "micro_steps": 1}
-    card = (tmp_path / "README.md").read_text()
-    assert "papers/2603.06743" in card
-    assert "eprint       = {arXiv:2603.06743}" in card
-    assert "Stabilizing Reinforcement Learning for Diffusion Language Models" in card
 
 
 # What an update does

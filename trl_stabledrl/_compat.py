@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.modeling_utils import set_zero3_state
 
 CACHE_ARGUMENT = "past_key_values"
 """Argument of a model that takes its cache. Remove when transformers < 5.24 is dropped: from there it is `cache`."""
@@ -97,6 +98,19 @@ def unwrapped_for_generation(model: Any, accelerator: Accelerator, args: Any) ->
         torch.no_grad(),
     ):
         yield unwrapped
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    r"""
+    Make models without storage while the context is open, also once ZeRO-3 is set up.
+
+    There `from_config` would shard what it makes, which is a collective, and initialise numbers that do not exist.
+
+    Remove when Transformers' `from_config` leaves models on the meta device as they are under ZeRO-3.
+    """
+    with set_zero3_state(), torch.device("meta"):
+        yield
 
 
 def is_reference_active(model: Any) -> bool:

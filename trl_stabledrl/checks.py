@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is looked at before anything is loaded, and the run's own counters in a checkpoint."""
+"""What is looked at before anything is loaded."""
 
 import json
 from collections.abc import Iterable
@@ -11,8 +11,6 @@ from typing import Any, get_args
 import torch
 from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import get_last_checkpoint
-
-RUN_STATE_FILE = "stabledrl_state.json"
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
@@ -119,27 +117,3 @@ def check_output_dir(output_dir: str | None, resume_from_checkpoint: str | bool 
             "not set. Nothing was touched. Pass resume_from_checkpoint=true to continue that run, or choose another "
             "output_dir."
         )
-
-
-def checked_resume(args: Any, request: str | bool | None, *, global_step: int) -> str | bool | None:
-    """What `train` resumes from: its argument, else the configuration's. Raises before another run is overwritten."""
-    resume = resume_request(args.resume_from_checkpoint if request is None else request)
-    if global_step == 0:
-        check_output_dir(args.output_dir, resume)
-    return resume
-
-
-def save_run_state(folder: Path, **counters: int) -> None:
-    """Write the counters that name the rows of the run."""
-    (folder / RUN_STATE_FILE).write_text(json.dumps(counters, indent=2) + "\n")
-
-
-def load_run_state(folder: Path) -> dict[str, int]:
-    """Read them back."""
-    path = folder / RUN_STATE_FILE
-    if not path.is_file():
-        raise ValueError(
-            f"{path} is missing, so {folder} was not written by a trainer of this package: the noise of the run could "
-            "not be continued. Resume from a checkpoint that was, or load the weights with model= and start anew."
-        )
-    return json.loads(path.read_text())

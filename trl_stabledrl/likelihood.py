@@ -85,6 +85,23 @@ class Rows:
         )
 
 
+def check_context(
+    mask_law: str, *, tail: Tail, context_attention: ContextAttention = "block_causal", detach_context: bool = False
+) -> None:
+    """Raise unless what the model is asked to see around the scored tokens is something the law has."""
+    if mask_law == "staircase" and tail != "mask":
+        raise ValueError(
+            f"tail={tail!r} does not apply to mask_law='staircase': after the end token a block diffusion model saw "
+            "mask tokens to the end of the block, and no later block. Use tail='mask'."
+        )
+    if mask_law != "staircase" and (context_attention != "block_causal" or detach_context):
+        raise ValueError(
+            f"context_attention={context_attention!r} and detach_context={detach_context} apply to "
+            f"mask_law='staircase' only, not to {mask_law!r}: with full attention nothing is clean context. "
+            "Leave them at 'block_causal' and False."
+        )
+
+
 @dataclass(frozen=True)
 class LikelihoodSettings:
     """
@@ -145,17 +162,9 @@ class LikelihoodSettings:
                 f"score_temperature={self.temperature} must be above 0: a greedy distribution has no logarithm. "
                 "Use 1.0 for the model's own distribution."
             )
-        if self.is_staircase and self.tail != "mask":
-            raise ValueError(
-                f"tail={self.tail!r} does not apply to mask_law='staircase': after the end token a block diffusion "
-                "model saw mask tokens to the end of the block, and no later block. Use tail='mask'."
-            )
-        if not self.is_staircase and (self.context_attention != "block_causal" or self.detach_context):
-            raise ValueError(
-                f"context_attention={self.context_attention!r} and detach_context={self.detach_context} apply to "
-                f"mask_law='staircase' only, not to {self.mask_law!r}: with full attention nothing is clean context. "
-                "Leave them at 'block_causal' and False."
-            )
+        check_context(
+            self.mask_law, tail=self.tail, context_attention=self.context_attention, detach_context=self.detach_context
+        )
 
     @property
     def is_staircase(self) -> bool:

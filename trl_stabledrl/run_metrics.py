@@ -70,15 +70,17 @@ def rollout_metrics(
     Describe a rollout over every process: completion tokens up to the end token per second, tokens committed per
     denoising step of a row, share of distinct completions, share without an end token.
     """
-    distinct = {(tuple(p), tuple(c)) for p, c in zip(prompt_ids, rollout.completion_ids, strict=True)}
+    pairs = zip(prompt_ids, rollout.completion_ids, strict=True)
+    # 64 bits stand for a row: the rows of a prompt may be on several processes, and equal numbers hash alike there
+    hashes = torch.tensor([hash((tuple(p), tuple(c))) for p, c in pairs], device=accelerator.device)
+    num_distinct = len(gathered(accelerator, hashes).unique())
     num_truncated = sum(ids[-1] not in end_token_ids for ids in rollout.completion_ids)
-    tokens, decoded, row_steps, unique, truncated, count = summed(
+    tokens, decoded, row_steps, truncated, count = summed(
         accelerator,
         [
             rollout.num_tokens,
             rollout.num_decoded,
             rollout.num_row_steps,
-            len(distinct),
             num_truncated,
             len(prompt_ids),
         ],
@@ -86,7 +88,7 @@ def rollout_metrics(
     return {
         "rollout/tokens_per_second": tokens / seconds,
         "rollout/tokens_per_forward": decoded / max(row_steps, 1),
-        "rollout/unique_fraction": unique / count,
+        "rollout/unique_fraction": num_distinct / count,
         "rollout/truncated": truncated / count,
     }
 
@@ -95,7 +97,7 @@ def score_metrics(
     accelerator: Accelerator, elbo: Tensor, is_scorable: Tensor, entropy: Tensor, num_scored: Tensor
 ) -> dict[str, float]:
     """
-    Describe the scores of a micro-batch over every process.
+    Describe the scores of an optimizer step over every process.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):

@@ -8,7 +8,7 @@ from trl import SFTConfig
 
 from .checks import check_choice, default_bf16
 from .core.masking import MaskLaw, McSampling, check_draws
-from .likelihood import Tail
+from .likelihood import Tail, check_context
 from .models.families import Family
 
 # Inherited options that masked-diffusion training cannot honour, with the reason
@@ -100,6 +100,7 @@ class DiffusionSFTConfig(SFTConfig):
             self.mask_law = family.sft_mask_law
         family.check_mask_law(self.mask_law)
         check_draws(self.mask_law, self.mc_sampling, self.num_mc_samples)
+        check_context(self.mask_law, tail=self.tail)
         self.block_length = family.resolved_block_length(
             self.block_length, max_completion_length=self.max_completion_length
         )

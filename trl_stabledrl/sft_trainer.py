@@ -12,17 +12,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTTrainer
 
 from .batching import EVALUATION_ROWS, left_padded, right_padded, summed
-from .checks import (
-    check_args,
-    check_datasets,
+from .checkpoints import (
+    CheckpointWriter,
+    check_same_checkpoint,
+    check_tensors,
     checked_resume,
+    describe,
+    load_active_adapter,
     load_run_state,
-    revision_of,
-    save_run_state,
-    with_flex_attention,
 )
+from .checks import check_args, check_datasets, revision_of, with_flex_attention
 from .core.elbo import elbo_per_token_by_draw
 from .likelihood import LikelihoodSettings, Rows, plan_masks, score_draws
+from .models.adapters import check_adapter, checked_peft_config, load_trainable
 from .models.facts import model_facts
 from .sft_config import DiffusionSFTConfig
 
@@ -45,7 +47,8 @@ class DiffusionSFTTrainer(SFTTrainer):
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            As in [`~trl.SFTTrainer`]. A masked diffusion model of a known family.
+            As in [`~trl.SFTTrainer`]. A masked diffusion model of a known family, or the path of an adapter of one,
+            which is then trained further.
         args ([`DiffusionSFTConfig`], *optional*):
             Configuration.
         train_dataset ([`~datasets.Dataset`]):
@@ -89,7 +92,11 @@ class DiffusionSFTTrainer(SFTTrainer):
         is_tokenized = isinstance(train_dataset, Dataset) and "input_ids" in train_dataset.column_names
         columns = ("input_ids", "completion_mask") if is_tokenized else ("prompt", "completion")
         check_datasets(train_dataset, eval_dataset, columns=columns)
+        check_adapter(model, needs_reference=False)
         facts = model_facts(model, processing_class, revision=revision_of(args.model_init_kwargs))
+        kwargs["peft_config"] = checked_peft_config(
+            kwargs.get("peft_config"), adapter=facts.adapter, family=facts.family, config=facts.config
+        )
         args.resolve(facts.family)
         if facts.family.attention == "block" and isinstance(model, str) and not args.use_cpu:
             args.model_init_kwargs = with_flex_attention(args.model_init_kwargs)
@@ -107,6 +114,14 @@ class DiffusionSFTTrainer(SFTTrainer):
             end_token_id=facts.end_token_ids[0],
         )
         self.num_rows = 0
+        self.begun = (-1, 0)  # at the start of the optimizer step: its number, and rows until then
+        self.checkpoints = CheckpointWriter()
+        if facts.adapter is not None:
+            quantization_config = kwargs.pop("quantization_config", None)
+            model = load_trainable(
+                facts.adapter, model_init_kwargs=args.model_init_kwargs, quantization_config=quantization_config
+            )
+            args.model_init_kwargs = None  # done: TRL would warn that it ignores them
         super().__init__(
             model,
             args,
@@ -164,6 +179,11 @@ class DiffusionSFTTrainer(SFTTrainer):
         num_copies = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         return -elbo * num_copies / torch.as_tensor(num_items_in_batch, device=elbo.device).clamp(min=1)
 
+    def training_step(self, *args, **kwargs):
+        if self.begun[0] != self.state.global_step:
+            self.begun = (self.state.global_step, self.num_rows)
+        return super().training_step(*args, **kwargs)
+
     def evaluation_loop(self, *args, **kwargs):
         num_rows, self.num_rows = self.num_rows, EVALUATION_ROWS  # the same masks in every evaluation
         try:
@@ -177,16 +197,47 @@ class DiffusionSFTTrainer(SFTTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ):
-        resume_from_checkpoint = checked_resume(self.args, resume_from_checkpoint, global_step=self.state.global_step)
+        resume_from_checkpoint = checked_resume(
+            self.args, resume_from_checkpoint, global_step=self.state.global_step, accelerator=self.accelerator
+        )
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
+    def _get_output_dir(self, trial):
+        return self.checkpoints.output_dir(super()._get_output_dir(trial))
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if not self.checkpoints.is_open:  # not before it is complete
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save(self, output_dir=None, state_dict=None):
+        check_tensors(self.model, state_dict)
+        describe(self, output_dir)
+        super()._save(output_dir, state_dict)
+
     def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-            save_run_state(folder, num_rows=self.num_rows)
+        step, num_rows = self.begun
+        if step != self.state.global_step:  # else a callback saves inside a step, which is then begun anew
+            num_rows = self.num_rows
+        with self.checkpoints.staged(self, Path(self._get_output_dir(trial))) as staged:
+            super()._save_checkpoint(model, trial)
+        state = {
+            "num_rows": num_rows,
+            "num_train_tokens": self._total_train_tokens,
+            "metrics": self._metrics["train"],
+        }
+        self.checkpoints.finish(self, staged, state)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_active_adapter(self.model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.num_rows = load_run_state(Path(checkpoint))["num_rows"]
+        if checkpoint is None:
+            return
+        check_same_checkpoint(self.accelerator, self.state.global_step)
+        state = load_run_state(Path(checkpoint))
+        self.num_rows, self._total_train_tokens = state["num_rows"], state["num_train_tokens"]
+        self.begun = (-1, 0)
+        self._metrics["train"].clear()
+        self._metrics["train"].update(state["metrics"])

@@ -13,7 +13,7 @@ from .core.attention import ContextAttention
 from .core.masking import MaskLaw, McSampling, check_draws
 from .core.objective import ClipMode, KlEstimator, RatioNormalization, log_clip_bounds
 from .core.unmasking import Remasking
-from .likelihood import LikelihoodSettings, Tail
+from .likelihood import LikelihoodSettings, Tail, check_context
 from .models.families import Family
 from .samplers import SamplingSettings, SuppressEos, check_decoding
 
@@ -383,6 +383,9 @@ class StableDRLConfig(GRPOConfig):
             self.num_denoising_steps = -(-self.block_length // family.tokens_per_step)
         family.check_mask_law(self.mask_law)
         check_draws(self.mask_law, self.mc_sampling, self.num_mc_samples)
+        check_context(
+            self.mask_law, tail=self.tail, context_attention=self.context_attention, detach_context=self.detach_context
+        )
         check_decoding(
             self.sampling_settings(num_denoising_steps=self.num_denoising_steps), attention=family.attention
         )

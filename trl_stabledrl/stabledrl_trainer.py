@@ -22,20 +22,25 @@ from trl import GRPOTrainer
 
 from . import _compat
 from .batching import EVALUATION_ROWS, Batch, EpochSampler, gathered, in_row_order, left_padded
-from .checks import (
-    check_args,
-    check_datasets,
-    check_reference_path,
+from .checkpoints import (
+    ROLLOUTS_FILE,
+    CheckpointWriter,
+    check_same_checkpoint,
+    check_settings,
+    check_tensors,
     checked_resume,
+    describe,
+    load_active_adapter,
+    load_rollouts,
     load_run_state,
-    revision_of,
-    save_run_state,
-    with_flex_attention,
+    save_rollouts,
 )
+from .checks import check_args, check_datasets, check_reference_path, revision_of, with_flex_attention
 from .core import objective
 from .core.elbo import sandwich
 from .core.noise import Stream, random_bits
 from .likelihood import Rows, RowScores, plan_masks, score_elbo, score_rows
+from .models.adapters import check_adapter, checked_peft_config, load_trainable, match_reference
 from .models.bidirectional import dense_attention, disable_attention_dropout
 from .models.facts import model_facts
 from .progress import token_bar
@@ -53,6 +58,31 @@ logger = get_logger(__name__)
 
 PREPARATION = ("rollout", "reward", "old_likelihood", "reference_likelihood", "weights")
 """Phases that run inside a training step before its forward and backward passes."""
+
+WEIGHED = (
+    *("iteration", "is_on_policy", "is_excluded", "weight", "elbo", "log_ratio"),
+    *("summed_elbo", "entropy", "num_scored"),
+)
+"""What is written into the micro-batches of an optimizer step, and made anew for the next."""
+
+PENDING_SETTINGS = (
+    "generation_batch_size",
+    "num_generations",
+    "num_iterations",
+    "seed",
+    "mask_law",
+    "mc_sampling",
+    "num_mc_samples",
+    "block_length",
+    "max_completion_length",
+    "tail",
+    "context_attention",
+    "score_temperature",
+    "mask_coupling",
+    "mask_sharing",
+    "beta",
+)
+"""Options that rollouts and their scores were made under: a checkpoint with some pending needs them unchanged."""
 
 
 class StableDRLTrainer(GRPOTrainer):
@@ -78,7 +108,8 @@ class StableDRLTrainer(GRPOTrainer):
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            As in [`~trl.GRPOTrainer`]. A masked diffusion model of a known family.
+            As in [`~trl.GRPOTrainer`]. A masked diffusion model of a known family, or the path of an adapter of one,
+            which is then trained further.
         reward_funcs (`RewardFunc | list[RewardFunc]`, *optional*):
             As in [`~trl.GRPOTrainer`].
         args ([`StableDRLConfig`], *optional*):
@@ -98,7 +129,7 @@ class StableDRLTrainer(GRPOTrainer):
         quantization_config (*optional*):
             As in [`~trl.GRPOTrainer`].
         peft_config ([`~peft.PeftConfig`], *optional*):
-            As in [`~trl.GRPOTrainer`].
+            As in [`~trl.GRPOTrainer`]. A LoRA adapter that names no modules gets those of the family.
     """
 
     _tag_names = ["trl", "stabledrl"]
@@ -142,7 +173,9 @@ class StableDRLTrainer(GRPOTrainer):
             raise ValueError("reward_funcs is empty: pass at least one reward function, as a callable or a model id.")
         if args.beta != 0.0 and not isinstance(model, str) and peft_config is None and not is_peft_model(model):
             check_reference_path(model)
+        check_adapter(model, needs_reference=args.beta != 0.0)
         facts = model_facts(model, processing_class, revision=revision_of(args.model_init_kwargs))
+        peft_config = checked_peft_config(peft_config, adapter=facts.adapter, family=facts.family, config=facts.config)
         args.resolve(facts.family)
         self.family = facts.family
         if self.family.attention == "block" and isinstance(model, str) and not args.use_cpu:
@@ -158,7 +191,15 @@ class StableDRLTrainer(GRPOTrainer):
         # counters that name the rows of the run; saved in every checkpoint
         self.num_rollouts = 0
         self.num_eval_rows = 0
+        # at the start of the optimizer step: its number, micro-steps and rollouts until then
+        self.begun = (-1, 0, 0)
+        self.checkpoints = CheckpointWriter()
         self.clock = PhaseClock()
+        if facts.adapter is not None:
+            model = load_trainable(
+                facts.adapter, model_init_kwargs=args.model_init_kwargs, quantization_config=quantization_config
+            )
+            args.model_init_kwargs = quantization_config = None  # done: TRL would warn that it ignores them
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -173,6 +214,7 @@ class StableDRLTrainer(GRPOTrainer):
             peft_config=peft_config,
         )
         disable_attention_dropout(self.model)
+        match_reference(self.model)
         self.eos_token_ids = list(self.end_token_ids)  # TRL's metrics of truncation read them
         self.add_callback(OptimizerTimer(self.clock))
 
@@ -392,10 +434,10 @@ class StableDRLTrainer(GRPOTrainer):
         for batch, weight in zip(window, parts, strict=True):
             batch["weight"] = weight
 
-    def _check_and_log_weights(self, batch: Batch) -> None:
+    def _check_and_log_step(self, batch: Batch) -> None:
         """
-        Log ratios and weights with the last micro-step of an optimizer step, over all its rows from every process, so
-        that neither the metrics nor what stops a run depends on the micro-batching.
+        Log ratios, weights and scores with the last micro-step of an optimizer step, over all its rows from every
+        process, so that neither the metrics nor what stops a run depends on the micro-batching.
         """
         window = [batch]
         if self.model.training:
@@ -423,11 +465,18 @@ class StableDRLTrainer(GRPOTrainer):
             log_clip_high=self.log_clip_high,
         )
         self._log_values({name: value.item() for name, value in metrics.items()})
+        elbo, local_ratio = self._concatenated(window, "summed_elbo", "log_ratio")
+        entropy, num_scored = (
+            torch.stack([part[name] for part in window]).sum() for name in ("entropy", "num_scored")
+        )
+        self._log_values(score_metrics(self.accelerator, elbo, local_ratio.isfinite(), entropy, num_scored))
 
     # The loss: linear in the scores, so that one row's activations of one draw are all that need be alive
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        with self._measured("forward_backward", inner=PREPARATION):
+        if self.begun[0] != self.state.global_step:
+            self.begun = (self.state.global_step, self._step, self.num_rollouts)
+        with self.clock.measure("forward_backward", inner=PREPARATION):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _compute_loss(self, model, inputs):
@@ -455,11 +504,11 @@ class StableDRLTrainer(GRPOTrainer):
             if is_any_lost:  # outside the context: the passes that follow synchronise their gradients again
                 self._exclude(model, batch, is_lost, done=units[:index])
                 return self._compute_loss(model, batch)
-        self._check_and_log_weights(batch)
-        elbo = torch.stack([score.elbo.detach() for score in scores]).sum(0) * rows.completion_length  # summed nats
-        entropy = torch.stack([score.entropy for score in scores]).sum()
-        num_scored = torch.stack([score.num_scored for score in scores]).sum()
-        self._log_values(score_metrics(self.accelerator, elbo, batch["log_ratio"].isfinite(), entropy, num_scored))
+        elbo = torch.stack([score.elbo.detach() for score in scores]).sum(0)
+        batch["summed_elbo"] = elbo * rows.completion_length  # nats
+        batch["entropy"] = torch.stack([score.entropy for score in scores]).sum()
+        batch["num_scored"] = torch.stack([score.num_scored for score in scores]).sum()
+        self._check_and_log_step(batch)
         return torch.stack(losses).sum() + self._kl_offset(batch)
 
     def _units(self, *, has_weights: bool) -> list[list[int]]:
@@ -593,26 +642,75 @@ class StableDRLTrainer(GRPOTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ):
-        resume_from_checkpoint = checked_resume(self.args, resume_from_checkpoint, global_step=self.state.global_step)
+        resume_from_checkpoint = checked_resume(
+            self.args, resume_from_checkpoint, global_step=self.state.global_step, accelerator=self.accelerator
+        )
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
+    def _get_output_dir(self, trial):
+        return self.checkpoints.output_dir(super()._get_output_dir(trial))
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if not self.checkpoints.is_open:  # not before it is complete
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save(self, output_dir=None, state_dict=None):
+        check_tensors(self.model, state_dict)
+        describe(self, output_dir)
+        super()._save(output_dir, state_dict)
+
+    @property
+    def _rows_per_micro_step(self) -> int:
+        return self.args.per_device_train_batch_size * self.accelerator.num_processes
+
+    def _settings(self) -> dict[str, Any]:
+        num_rows = self._rows_per_micro_step * self.args.gradient_accumulation_steps
+        rows = {"per_device_train_batch_size * gradient_accumulation_steps * processes": num_rows}
+        return {name: vars(self.args)[name] for name in PENDING_SETTINGS} | rows
+
     def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-            save_run_state(folder, num_rollouts=self.num_rollouts, micro_steps=self._step)
+        step, micro_steps, num_rollouts = self.begun
+        if step != self.state.global_step:  # else a callback saves inside a step, which is then begun anew
+            micro_steps, num_rollouts = self._step, self.num_rollouts
+        num_pending = micro_steps % (self._micro_steps[0] * self.num_iterations)
+        with self.checkpoints.staged(self, Path(self._get_output_dir(trial))) as staged:
+            super()._save_checkpoint(model, trial)
+            if num_pending:
+                path = staged / ROLLOUTS_FILE if self.args.should_save else None
+                save_rollouts(self.accelerator, self._buffered_inputs, without=WEIGHED, path=path)
+        state = {
+            "num_rollouts": num_rollouts,
+            "num_rows_done": num_pending * self._rows_per_micro_step,  # of the last rollout, over inner iterations
+            "settings": self._settings(),
+            "metrics": self._metrics["train"],
+        }
+        self.checkpoints.finish(self, staged, state)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_active_adapter(self.model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        state = load_run_state(Path(checkpoint))
-        self.num_rollouts, self._step = state["num_rollouts"], state["micro_steps"]
+        check_same_checkpoint(self.accelerator, self.state.global_step)
+        folder = Path(checkpoint)
+        state = load_run_state(folder)
+        saved, current = state["settings"], self._settings()
+        num_rows_done, size = state["num_rows_done"], current["generation_batch_size"]
         s, a = self._micro_steps
-        if self._step % (s * self.num_iterations):
-            logger.warning(
-                "The checkpoint was saved inside a generation, whose rollouts are not part of it: the remaining steps "
-                "of that generation use new ones, and the run will not be the uninterrupted one. For an exact resume "
-                "set save_steps to a multiple of num_iterations * steps_per_generation / gradient_accumulation_steps "
-                f"= {self.num_iterations * s // a}."
-            )
+        self.num_rollouts, self._buffered_inputs = state["num_rollouts"], None
+        if num_rows_done:
+            check_settings(folder, saved, current, save_steps=self.num_iterations * s // a)
+            self._buffered_inputs = load_rollouts(folder / ROLLOUTS_FILE, num_slices=s, accelerator=self.accelerator)
+        elif size != saved["generation_batch_size"]:
+            # row numbers, and with them noise, must not come again
+            self.num_rollouts = -(-self.num_rollouts * saved["generation_batch_size"] // size)
+        num_whole = self.num_rollouts - bool(num_rows_done)
+        num_rows = num_whole * self.num_iterations * size + num_rows_done
+        self._step = num_rows // self._rows_per_micro_step
+        self.begun = (-1, 0, 0)
+        self._metrics["train"].clear()
+        self._metrics["train"].update(state["metrics"])
+        self.clock.last_step = self.state.global_step

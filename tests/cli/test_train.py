@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from tests.tiny import published_sdar_folder
 from trl_stabledrl import likelihood
 from trl_stabledrl.cli import job, train
 from trl_stabledrl.cli.main import main
@@ -260,6 +261,16 @@ def test_dry_run_prints_the_plan_and_writes_nothing(recipe, tmp_path, capsys, mo
     assert facts["scoring"].startswith("6 forward passes per row and rollout: 2 old, 0 for weights, 4 with gradient")
     assert max(map(len, lines)) <= 100
     assert not (tmp_path / "out").exists()
+
+
+def test_plan_of_block_diffusion_counts_the_pass_over_the_prompts(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    config = recipe(model_name_or_path=str(published_sdar_folder(tmp_path / "sdar")))
+
+    assert main(["train", "--config", config, "--dry-run"]) == 0
+
+    # a prompt may end inside a block: 8 tokens touch up to 3
+    assert "8 tokens in 3 blocks of 4, 2 steps each: 7 forward passes at most" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

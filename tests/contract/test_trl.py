@@ -91,10 +91,11 @@ def test_nothing_else_is_overridden():
         "_tag_names", "_name", "_paper", "_get_train_sampler", "_generate_single_turn",
         "_get_per_token_logps_and_entropies", "_generate_and_score_completions", "_calculate_rewards",
         "_prepare_inputs", "training_step", "_compute_loss", "log", "evaluation_loop", "train", "_save_checkpoint",
-        "_load_optimizer_and_scheduler",
+        "_get_output_dir", "_push_from_checkpoint", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
     }  # fmt: skip
     assert overridden(DiffusionSFTTrainer, SFTTrainer) == {
-        "loss_is_scaled_for_ga", "_tag_names", "_name", "compute_loss", "evaluation_loop", "train", "_save_checkpoint",
+        "loss_is_scaled_for_ga", "_tag_names", "_name", "compute_loss", "training_step", "evaluation_loop", "train",
+        "_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_save", "_load_from_checkpoint",
         "_load_optimizer_and_scheduler",
     }  # fmt: skip
 
@@ -199,6 +200,7 @@ def test_the_host_hands_over_what_we_read(tmp_path):
     assert (call["shape"], call["keep"], call["size"]) == ((16, 5 + length), length, 4)
     assert set(seen["micro_batch"]) == {
         *batch, "iteration", "is_on_policy", "is_excluded", "weight", "log_ratio", "elbo",
+        "entropy", "num_scored", "summed_elbo",
     }  # fmt: skip
     assert seen["accumulation"] == 2
     assert seen["is_wrapped"]

@@ -533,7 +533,6 @@ def test_weight_scale_of_four_masked_tokens_of_eight():
     ("law", "sampling", "num_draws", "message"),
     [
         ("random", "independent", 1, "mask_law='random' is not known. Use one of uniform, block_suffix, semi_ar"),
-        ("uniform", "cyclic", 1, "mc_sampling='cyclic' is not known. Use one of independent, stratified, complement"),
         ("uniform", "independent", 0, "num_mc_samples=0 must be at least 1"),
         ("full", "independent", 2, "num_mc_samples=2 with mask_law='full' would repeat one and the same mask"),
         ("uniform", "complementary", 3, "num_mc_samples=3 is odd, but mc_sampling='complementary' draws masks in"),

@@ -14,6 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.model_tools import LORA_TARGETS
 from tests.tiny import tiny_llada, tiny_tokenizer
 from trl_stabledrl.models import (
     FAMILIES,
@@ -60,6 +61,7 @@ def test_llada_is_known_with_the_published_values():
         "mc_sampling": "complementary",
         "num_mc_samples": 2,
         "tokens_per_step": 2,
+        "lora_target_modules": tuple(LORA_TARGETS),
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         family.block_length = 4  # pyright: ignore[reportAttributeAccessIssue]
@@ -77,6 +79,7 @@ def test_sdar_is_known_with_the_published_values_and_the_blocks_of_the_model():
         "mc_sampling": "cyclic",
         "num_mc_samples": 4,
         "tokens_per_step": 1,
+        "lora_target_modules": tuple(LORA_TARGETS),
     }
     assert family_of(SDARConfig(block_size=32)).block_length == 32
 

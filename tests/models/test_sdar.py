@@ -391,6 +391,8 @@ def test_fields_that_a_published_config_may_lack(tmp_path):
     ("name", "fields", "expected"),
     [
         ("SDAR-8B-Chat-b32", {}, 32),
+        ("models--JetLM--SDAR-8B-Chat-b32/snapshots/0a1b", {}, 32),  # what `snapshot_download` returns
+        ("JetLM--SDAR-8B-Chat-b64", {}, 64),
         ("SDAR-4B-Chat-b16", {"block_size": 8}, 8),
         ("SDAR-8B-Chat", {}, 4),
         ("my-run-b32", {}, 4),
@@ -402,6 +404,15 @@ def test_a_published_name_gives_the_block_size_that_its_config_lacks(tmp_path, n
     assert SDARConfig.from_pretrained(path).block_size == expected
     assert load(path).config.block_size == SDARForCausalLM.from_pretrained(path).config.block_size == expected
     assert AutoConfig.from_pretrained(path, block_size=2).block_size == 2
+
+
+def test_a_context_attention_that_nobody_would_read_is_refused():
+    model = tiny_sdar()
+    with pytest.raises(ValueError, match="context_attention='full' is not known. Use one of block_causal, causal"):
+        model(IDS[None], context_attention="full")
+    may_attend = torch.ones(1, 1, len(IDS), len(IDS), dtype=torch.bool)
+    with pytest.raises(ValueError, match="context_attention='causal' was given with a mask of queries and keys"):
+        model(IDS[None], may_attend, context_attention="causal")
 
 
 def test_scaled_rotary_embeddings_keep_their_published_spelling(tmp_path):

@@ -1,17 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
-"""`trl-stabledrl env`: what a bug report needs to say about the machine."""
+"""`trl-stabledrl env`: what a bug report needs to say about the machine, and what a recipe would take of it."""
 
 import argparse
 import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from accelerate.commands.config.config_args import default_config_file
 
 from .. import __version__
+from .console import UserError
 
 PACKAGES = (
     "torch",
@@ -45,9 +47,14 @@ def devices() -> str:
     return f"CPU, {torch.get_num_threads()} thread(s)"
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
 def run(argv: Sequence[str]) -> int:
     """
-    Print versions and devices as a list that can be pasted into an issue.
+    Print versions and devices as a list that can be pasted into an issue, or the memory plan of a recipe.
 
     Args:
         argv (`Sequence[str]`):
@@ -55,12 +62,37 @@ def run(argv: Sequence[str]) -> int:
 
     Returns:
         `int`:
-            Exit status.
+            Exit status: 1 where a recipe does not fit.
     """
-    parser = argparse.ArgumentParser(
-        prog="trl-stabledrl env", description="Print versions and devices, to paste into a bug report."
+    parser = _Parser(
+        prog="trl-stabledrl env",
+        allow_abbrev=False,
+        description="Print versions and devices, to paste into a bug report. With --recipe: check a recipe without "
+        "loading weights or data, and print the memory that each process needs.",
+        epilog="With --recipe every option of `trl-stabledrl train` may follow, such as --num_processes 8, "
+        "--accelerate_config zero3 or --per_device_train_batch_size 1.",
     )
-    parser.parse_args(argv)
+    parser.add_argument("--recipe", help="path of a recipe, or the name of one that ships with the package")
+    parser.add_argument(
+        "--prompt_length",
+        type=int,
+        default=512,
+        help="tokens of the longest prompt, which only the data know (default 512)",
+    )
+    parser.add_argument(
+        "--gpu_memory_gb",
+        type=float,
+        help="memory of a GPU in 10^9 bytes (default: this machine's, or 80)",
+    )
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.recipe is not None:
+        from .plan import show_plan  # which imports all that training needs
+
+        return show_plan(
+            arguments.recipe, rest, prompt_length=arguments.prompt_length, gpu_memory_gb=arguments.gpu_memory_gb
+        )
+    if rest:
+        raise UserError(f"unexpected argument {rest[0]!r}. Options of `train` need --recipe NAME_OR_PATH.")
     facts = {
         "trl-stabledrl": __version__,
         "Python": platform.python_version(),

@@ -8,14 +8,15 @@ from typing import Any, get_args
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from ..core.unmasking import Remasking
 from ..inference import generate, sampling_settings
+from ..models.facts import load_tokenizer
 from ..models.families import family_of
 from ..samplers import SamplingSettings, SuppressEos
 from .console import UserError, blamed_on
-from .job import show_help
+from .job import read_config, show_help
 from .parser import RecipeParser
 
 PROG = "trl-stabledrl generate"
@@ -33,7 +34,7 @@ class GenerateArguments:
 
     Args:
         model_name_or_path (`str`, *optional*):
-            Checkpoint: folder or name on the Hub.
+            Checkpoint or adapter: folder or name on the Hub.
         prompt (`list[str]`, *optional*):
             One or more prompts.
         use_chat_template (`bool`, *optional*, defaults to `True`):
@@ -111,9 +112,9 @@ def run(argv: Sequence[str]) -> int:
         raise UserError("model_name_or_path is missing: name a checkpoint, such as GSAI-ML/LLaDA-8B-Instruct.")
     if not arguments.prompt:
         raise UserError('prompt is missing: --prompt "What is 6 times 7?"')
+    config, adapter = read_config(path)
     with blamed_on(f"model_name_or_path={path!r}", ValueError, OSError, KeyError):
-        family = family_of(AutoConfig.from_pretrained(path))
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        family, tokenizer = family_of(config), load_tokenizer(path, adapter, revision=None)
     options = {name: value for name, value in vars(arguments).items() if name not in _LOADING}
     # before the weights are loaded
     sampling_settings(family, **{f.name: options[f.name] for f in fields(SamplingSettings) if f.name in options})

@@ -18,17 +18,19 @@ from rich.console import Console
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     TrainerCallback,
 )
 from transformers.trainer_utils import get_last_checkpoint
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset, get_peft_config
 
 from .. import __version__
+from .._compat import shapes_only
 from ..checks import check_dataset, check_output_dir
 from ..data import TASKS, Task
+from ..models.adapters import Adapter, adapter_at, checked_peft_config
+from ..models.facts import load_tokenizer
 from ..models.families import Family, check_vocabulary, end_token_ids_of, family_of, mask_token_id_of
 from .console import UserError, blamed_on, counted
 from .launch import require
@@ -170,15 +172,22 @@ class Model:
     config: PreTrainedConfig
     family: Family
     tokenizer: PreTrainedTokenizerBase
+    adapter: Adapter | None = None
+    """What `path` holds, if it is no model; `config` is then that of its base model."""
 
     def facts(self) -> list[tuple[str, str]]:
         """Lines for the summary of a dry run."""
-        with torch.device("meta"):  # shapes only
+        with shapes_only():
             num_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(self.config).parameters())
         ends = ", ".join(map(str, end_token_ids_of(self.config, self.tokenizer)))
         mask = mask_token_id_of(self.config, self.tokenizer)
         return [
-            ("model", f"{self.path}: {self.family.name}, {_short(num_parameters)} parameters"),
+            (
+                "model",
+                f"{self.path if self.adapter is None else self.adapter.base}: {self.family.name}, "
+                f"{_short(num_parameters)} parameters",
+            ),
+            *([] if self.adapter is None else [("adapter", f"{self.path}, trained further")]),
             ("tokens", f"mask {mask}, end {ends}, chat template {'yes' if self.tokenizer.chat_template else 'no'}"),
         ]
 
@@ -206,11 +215,11 @@ def look_at_model(model_args: ModelConfig, training_args: Any, *, rows: Any, **t
     if model_args.use_peft:
         require("peft", extra="peft", used_by="use_peft")
     where = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
-    with blamed_on(f"model_name_or_path={path!r}", ValueError, OSError, KeyError):
-        config = AutoConfig.from_pretrained(path, **where)
+    config, adapter = read_config(path, **where)
+    check_quantization(model_args, adapter)
     family = family_of(config)
     with blamed_on(f"tokenizer of model_name_or_path={path!r}", ValueError, OSError, KeyError, TypeError):
-        tokenizer = AutoTokenizer.from_pretrained(path, **where, **tokenizer_options)
+        tokenizer = load_tokenizer(path, adapter, **where, **tokenizer_options)
     mask_token_id_of(config, tokenizer)
     end_token_ids_of(config, tokenizer)
     check_vocabulary(config, tokenizer, config.to_dict()["vocab_size"])
@@ -220,7 +229,86 @@ def look_at_model(model_args: ModelConfig, training_args: Any, *, rows: Any, **t
             f"the prompts are conversations, but the tokenizer of {path} has no chat template. Set "
             "tokenizer.chat_template and save it beside the model, or give prompts as plain text."
         )
-    return Model(path, config, family, tokenizer)
+    return Model(path, config, family, tokenizer, adapter)
+
+
+def read_config(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedConfig, Adapter | None]:
+    """Configuration of the model at `model_name_or_path`, or of the one that the adapter there belongs to."""
+    with blamed_on(f"model_name_or_path={path!r}", ValueError, OSError, KeyError):
+        adapter = adapter_at(path, revision=revision)
+        if adapter is None:
+            config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+            return config, None
+    require("peft", extra="peft", used_by=f"the adapter {path}")
+    with blamed_on(f"model_name_or_path={path!r} is an adapter of {adapter.base!r}", ValueError, OSError, KeyError):
+        return AutoConfig.from_pretrained(adapter.base, revision=adapter.base_revision), adapter
+
+
+def check_quantization(model_args: ModelConfig, adapter: Adapter | None) -> None:
+    """Raise where weights would be quantised that nothing could be trained on, or by what is not installed."""
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if not vars(model_args)[name]:
+            continue
+        require("bitsandbytes", extra="qlora", used_by=name)
+        if not model_args.use_peft and adapter is None:
+            raise UserError(
+                f"{name}=True without use_peft: quantised weights cannot be trained, only an adapter beside them. Set "
+                f"use_peft, or leave {name} out."
+            )
+
+
+def adapter_config(model_args: ModelConfig, model: Model) -> Any:
+    """
+    Configuration of the adapter that a run starts from scratch.
+
+    Args:
+        model_args ([`~trl.ModelConfig`]):
+            `use_peft` and the options of LoRA.
+        model ([`Model`]):
+            From [`look_at_model`].
+
+    Returns:
+        [`~peft.PeftConfig`] or `None`:
+            `None` without `use_peft`, and where the model's path is an adapter, whose own settings go on.
+    """
+    asked = get_peft_config(model_args)
+    if model.adapter is None or asked is None:
+        return checked_peft_config(asked, adapter=None, family=model.family, config=model.config)
+    from peft import PeftConfig
+
+    with blamed_on(f"adapter {model.path}", ValueError, OSError, KeyError, TypeError):
+        found = PeftConfig.from_pretrained(model.path, revision=model_args.model_revision)
+    for option, field_name in _LORA_OPTIONS.items():
+        wanted, has = vars(asked)[field_name], vars(found).get(field_name)
+        if wanted is not None and _unordered(wanted) != _unordered(has):
+            raise UserError(
+                f"{option} is {_shown(wanted)}, but the adapter {model.path}, which would be trained further, has "
+                f"{_shown(has)}. Leave use_peft out to go on with the adapter's own settings, or merge it first to "
+                f"start a new one: trl-stabledrl merge --adapter {model.path} --output_dir ..."
+            )
+    return None
+
+
+_LORA_OPTIONS = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+
+
+def _unordered(value: Any) -> Any:
+    if isinstance(value, str):
+        return {value}
+    return set(value) if isinstance(value, (list, tuple, set)) else value
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(sorted(value)) if isinstance(value, (list, tuple, set)) else str(value)
 
 
 def set_model_options(model_args: ModelConfig, training_args: Any) -> None:

@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "improve a model by StableDRL, from a recipe",
     "sft": "supervised masked-diffusion training, for warm starts",
     "generate": "complete prompts with a checkpoint",
+    "merge": "merge a LoRA adapter into its base model, as one checkpoint",
     "env": "print versions and devices, for bug reports",
 }
 _LAUNCHED = ("train", "sft")

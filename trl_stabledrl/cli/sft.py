@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from datasets import Dataset
-from trl import DatasetMixtureConfig, ModelConfig, SFTConfig, get_peft_config, get_quantization_config
+from trl import DatasetMixtureConfig, ModelConfig, SFTConfig, get_quantization_config
 
 from ..sft_config import DiffusionSFTConfig
 from .console import UserError, checking, counted, run_cleanly, show_facts
@@ -16,6 +16,7 @@ from .job import (
     DRY_RUN_TITLE,
     JobArguments,
     SaveResolvedConfig,
+    adapter_config,
     check_folders,
     check_rows,
     find_task,
@@ -105,6 +106,7 @@ def run(argv: Sequence[str]) -> int:
         train, held_out = _with_completion(train, arguments), _with_completion(held_out, arguments)
         check_rows(train, held_out, columns=("prompt", "completion"))
         model = look_at_model(model_args, training_args, rows=train)
+        peft_config = adapter_config(model_args, model)
         training_args.resolve(model.family)
     if is_main_process():
         facts = [*model.facts(), *_plan(training_args, train, held_out)]
@@ -123,7 +125,7 @@ def run(argv: Sequence[str]) -> int:
         processing_class=model.tokenizer,
         callbacks=[SaveResolvedConfig(resolved_yaml(parser, training_args, resolved=_FAMILY_FIELDS))],
         quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
+        peft_config=peft_config,
     )
     train_and_save(trainer, arguments)
     return 0

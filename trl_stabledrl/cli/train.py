@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from datasets import Dataset
-from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
+from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_quantization_config
 
 from ..rewards import BUILTIN_REWARDS, RewardFunc, load_reward
 from ..stabledrl_config import StableDRLConfig
@@ -18,6 +18,7 @@ from .job import (
     DRY_RUN_TITLE,
     JobArguments,
     SaveResolvedConfig,
+    adapter_config,
     check_folders,
     check_rows,
     find_task,
@@ -183,10 +184,15 @@ def run(argv: Sequence[str]) -> int:
         check_rows(train, held_out, columns=("prompt",))
         check_rewards(rewards, training_args.reward_weights, train)
         model = look_at_model(model_args, training_args, rows=train, padding_side="left", truncation_side="left")
+        peft_config = adapter_config(model_args, model)
         training_args.resolve(model.family)
     text = resolved_yaml(parser, training_args, resolved=_FAMILY_FIELDS)
     if is_main_process():
         facts = [*model.facts(), *_plan(training_args, train, held_out, rewards)]
+        if arguments.dry_run:
+            from .plan import dry_run_facts  # imports this module
+
+            facts += dry_run_facts(training_args, model_args, model, peft_config)
         show_facts(DRY_RUN_TITLE if arguments.dry_run else "StableDRL", facts)
     if arguments.dry_run:
         return 0
@@ -203,7 +209,7 @@ def run(argv: Sequence[str]) -> int:
         processing_class=model.tokenizer,
         callbacks=[SaveResolvedConfig(text)],
         quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
+        peft_config=peft_config,
     )
     train_and_save(trainer, arguments)
     return 0
@@ -219,7 +225,8 @@ def _plan(args: Any, train: Any, held_out: Any, rewards: Sequence[RewardFunc]) -
     num_updates = args.num_iterations * steps / args.gradient_accumulation_steps
     old, weights = scoring_passes(args)
     update = args.num_iterations * passes_per_score(args)
-    per_step = f"{args.num_denoising_steps} steps each: {num_blocks * args.num_denoising_steps} forward passes at most"
+    num_passes = num_blocks * args.num_denoising_steps + is_staircase  # one for the prompts' keys and values
+    per_step = f"{args.num_denoising_steps} steps each: {num_passes} forward passes at most"
     if args.confidence_threshold is not None:
         per_step = f"all tokens above {args.confidence_threshold:g} in each step"
     names = [reward.__name__ for reward in rewards]

@@ -13,7 +13,14 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .._compat import CACHE_ARGUMENT, gathered_head
-from ..core.attention import ContextAttention, Layout, clean_layout, dense_mask, sparse_mask
+from ..core.attention import (
+    ContextAttention,
+    Layout,
+    check_context_attention,
+    clean_layout,
+    dense_mask,
+    sparse_mask,
+)
 from .cache import FrozenCache
 from .loading import CheckedLoadingMixin
 
@@ -322,6 +329,7 @@ class BlockDiffusionMixin(SelectedPositionsMixin):
                 Whether to return the cache too, and to make one where none is passed.
         """
         _check_implementation(self.config)  # again: set_attn_implementation may have changed it
+        check_context_attention(context_attention)
         tokens = inputs_embeds if input_ids is None else input_ids
         if tokens is None:
             raise ValueError("Neither input_ids nor inputs_embeds was given. Pass one of them.")
@@ -349,6 +357,11 @@ class BlockDiffusionMixin(SelectedPositionsMixin):
                     f"{num_keys} together. Pass the mask of all of them."
                 )
             layout = clean_layout(attention_mask.bool())
+        if layout is None and context_attention != "block_causal":
+            raise ValueError(
+                f"context_attention={context_attention!r} was given with a mask of queries and keys, which says it "
+                "all. Pass a layout or a 2-D attention_mask, or leave context_attention out."
+            )
         if layout is not None:
             attention_mask = self._staircase_mask(layout, num_queries, context_attention)
             position_ids = layout.last(num_queries).position if position_ids is None else position_ids

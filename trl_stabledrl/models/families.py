@@ -51,6 +51,8 @@ class Family:
             Default scheme of the Monte Carlo draws.
         num_mc_samples (`int`):
             Default number of Monte Carlo draws.
+        lora_target_modules (`tuple[str, ...]`, *optional*):
+            Modules that a LoRA adapter changes where none are named. Defaults to the projections of Llama's kin.
     """
 
     name: str
@@ -63,6 +65,15 @@ class Family:
     mask_law: MaskLaw
     mc_sampling: McSampling
     num_mc_samples: int
+    lora_target_modules: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
 
     def __post_init__(self) -> None:
         """Raise where the facts contradict each other."""

@@ -26,6 +26,9 @@ FAMILY = Family(
 # fields of transformers' own that a published file does not have: each follows from others
 UNPUBLISHED_FIELDS = ("is_causal", "layer_types", "rope_parameters")
 
+# as the Hub spells it, and as its cache does: `models--JetLM--SDAR-8B-Chat-b32/snapshots/<commit>`
+_PUBLISHED_NAME = re.compile(r"(?:^|[/\\]|--)SDAR-[^/\\]+-b(\d+)(?:[/\\]snapshots[/\\][^/\\]+)?[/\\]?$")
+
 
 class SDARConfig(Qwen3Config):
     r"""
@@ -78,7 +81,7 @@ class SDARConfig(Qwen3Config):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build the configuration, with the block size of a published name where no field has it."""
         name = str(kwargs.get("name_or_path", config_dict.get("name_or_path", "")))
-        published = re.search(r"(?:^|[/\\])SDAR-[^/\\]+-b(\d+)[/\\]?$", name)
+        published = _PUBLISHED_NAME.search(name)
         if published and "block_size" not in config_dict:
             config_dict = config_dict | {"block_size": int(published[1])}
         return super().from_dict(config_dict, **kwargs)

@@ -311,19 +311,21 @@ def test_the_plan_is_what_is_measured(phase, largest, options):
     ids=["LLaDA", "LLaDA in bfloat16", "LLaDA with LoRA", "SDAR", "cache of SDAR"],
 )
 def test_a_layer_adds_what_the_plan_says(make, phase, name, changes):
-    # a difference of two plans, in which all that is not a layer's drops out: at most 3 % off
+    # a difference of two plans, in which all that is not a layer's drops out: measured at most 0.5 % off
     few, many = (job_of(make, sizes=NARROW | {name: number}, **changes) for number in (2, 6))
 
     measured = many.measured(phase) - few.measured(phase)
 
-    assert many.plan().total(phase) - few.plan().total(phase) == pytest.approx(measured, rel=0.06)
+    assert many.plan().total(phase) - few.plan().total(phase) == pytest.approx(measured, rel=0.01)
 
 
 def test_the_gradient_of_the_head_is_summed_up_in_float32():
     work = job_of(tiny_llada, sizes=NARROW, num_rows=1, window_length=16).work
     sizes = NARROW | {"vocab_size": 40_000, "hidden_size": 256}
     plan = memory_plan(
-        model_shape(tiny_llada(**sizes).config), dataclasses.replace(work, checkpoints=True), Sharding()  # pyright: ignore[reportArgumentType]
+        model_shape(tiny_llada(**sizes).config),
+        dataclasses.replace(work, checkpoints=True),
+        Sharding(),  # pyright: ignore[reportArgumentType]
     )
     hidden, head = torch.randn(16, 256, requires_grad=True), torch.randn(40_000, 256, requires_grad=True)
     targets = torch.arange(16)

@@ -321,11 +321,11 @@ def test_a_layer_adds_what_the_plan_says(make, phase, name, changes):
 
 def test_the_gradient_of_the_head_is_summed_up_in_float32():
     work = job_of(tiny_llada, sizes=NARROW, num_rows=1, window_length=16).work
-    sizes = NARROW | {"vocab_size": 40_000, "hidden_size": 256}
+    sizes: dict[str, Any] = NARROW | {"vocab_size": 40_000, "hidden_size": 256}
     plan = memory_plan(
         model_shape(tiny_llada(**sizes).config),
         dataclasses.replace(work, checkpoints=True),
-        Sharding(),  # pyright: ignore[reportArgumentType]
+        Sharding(),
     )
     hidden, head = torch.randn(16, 256, requires_grad=True), torch.randn(40_000, 256, requires_grad=True)
     targets = torch.arange(16)

@@ -24,6 +24,10 @@ SIZES = {
     "llada": {"d_model": 256, "mlp_hidden_size": 512, "vocab_size": 512, "embedding_size": 512},
     "sdar": {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512},
 }
+REWARD = """
+def reward(completion_ids, **kwargs):
+    return [sum(ids) * 5 % 8 / 8 for ids in completion_ids]
+"""
 LOADED = """
 import sys, torch, transformers, trl_stabledrl
 
@@ -38,6 +42,7 @@ def recipe_of(model_folder: Path) -> dict[str, Any]:
     return {
         "model_name_or_path": str(model_folder),
         "task": "addition",
+        "reward_funcs": ["arbitrary.reward"],
         "max_completion_length": 8,
         "num_generations": 4,
         "learning_rate": 0.3,
@@ -78,6 +83,7 @@ def test_zero3_trains_saves_resumes_and_ends_where_one_process_does(case, tmp_pa
     model_folder = case.folder(tmp_path / "model", **SIZES[case.name])
     config = json.loads((model_folder / "config.json").read_text())
     published = weights_on_disk(model_folder)
+    (tmp_path / "arbitrary.py").write_text(REWARD)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(recipe_of(model_folder)))
     command = ["train", "--config", str(recipe)]

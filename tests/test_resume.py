@@ -217,7 +217,7 @@ def test_supervised_training_resumed_at_any_step_is_the_uninterrupted_one(option
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
-    finished([sys.executable, "-m", "tests.resume_runs", "killed", str(folder)], folder=folder, seconds=300)
+    finished([sys.executable, "-u", "-m", "tests.resume_runs", "killed", str(folder)], folder=folder)
     return folder
 
 
@@ -248,7 +248,7 @@ def on_two(tmp_path_factory):
         name: run(folder / name / "one", max_steps=6, **options).parameters for name, options in ONE_PROCESS.items()
     }
     whole["sft"] = flat(sft(folder / "sft" / "one", max_steps=3).model.parameters())
-    finished_by_two("tests.resume_runs", "two", str(folder), folder=folder, seconds=300)
+    finished_by_two("tests.resume_runs", "two", str(folder), folder=folder)
     return folder, whole, torch.load(folder / "parameters.pt")
 
 
@@ -269,8 +269,8 @@ def test_one_process_goes_on_for_two_and_two_for_one(name, on_two):
     )
     start = flat(model_of().parameters())
     for parameters in (alone.parameters, found[f"{name}: from one"]):
-        # sums over rows are taken in another order
-        assert relative_difference(parameters - start, whole[name] - start) < 1e-6
+        # measured 4.4e-15: sums over rows are taken in another order
+        assert relative_difference(parameters - start, whole[name] - start) < 1e-12
 
 
 # What cannot be continued

@@ -6,12 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+SILENCE = 180
+"""Seconds without a line after which processes are taken to wait for each other. A few are usual between two lines."""
 UNCOMPILED = Path(__file__).with_name("uncompiled")
 
 
@@ -33,26 +36,29 @@ def environment() -> dict[str, str]:
     }
 
 
-def finished(command: Sequence[str], *, folder: Path, seconds: float) -> str:
-    """What a command printed. It fails where the command does, or takes longer; then its processes are killed."""
-    with (folder / "output.txt").open("w+") as output:
+def finished(command: Sequence[str], *, folder: Path) -> str:
+    """What a command printed. It fails where the command does, or is silent for too long; then it is killed."""
+    path = folder / "output.txt"
+    with path.open("w") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=output, stderr=subprocess.STDOUT)
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = f"nothing for {seconds} s"
-        finally:
-            if process.poll() is None:
-                for one in [*psutil.Process(process.pid).children(recursive=True), process]:  # each in its own session
-                    one.kill()
-                process.wait()
-        output.seek(0)
-        text = output.read()
-    assert status == 0, f"{' '.join(command)} ended with {status}:\n{text}"
-    return text
+    size, since = 0, time.monotonic()
+    try:
+        while process.poll() is None and time.monotonic() - since < SILENCE:
+            time.sleep(0.1)
+            if path.stat().st_size > size:
+                size, since = path.stat().st_size, time.monotonic()
+    finally:
+        status = process.poll()
+        if status is None:  # its processes do not end with it: each begins a session of its own
+            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                one.kill()
+            process.wait()
+    outcome = f"was silent for {SILENCE} s" if status is None else f"ended with {status}"
+    assert status == 0, f"{' '.join(command)} {outcome}:\n{path.read_text()}"
+    return path.read_text()
 
 
-def finished_by_two(module: str, *arguments: str, folder: Path, seconds: float) -> str:
+def finished_by_two(module: str, *arguments: str, folder: Path) -> str:
     """As [`finished`], of a module that is run by two processes."""
     launcher = ["torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
-    return finished([sys.executable, "-m", *launcher, "--module", module, *arguments], folder=folder, seconds=seconds)
+    return finished([sys.executable, "-m", *launcher, "--module", module, *arguments], folder=folder)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from peft import LoraConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
@@ -66,6 +67,8 @@ class Job:
     is_tied: bool = False
     is_loaded: bool = False
     """Whether the model is a checkpoint, so that there can be a reference, and not one built in memory."""
+    has_adapter: bool = False
+    """Whether LoRA weights are trained beside frozen ones."""
     lengths: tuple[int, ...] = ()
     """Of the completions, one for each row of a generation, which then are not sampled; negative where one has no end
     token."""
@@ -262,7 +265,13 @@ def recorded(job: Job, folder: Path) -> Record:
             stack.enter_context(patch("trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE", job.token_chunk))
         args = config_of(folder / "output", **options)
         trainer = _trainer_class(job, watcher)(
-            model, reward, args, prompts_of(job.prompts), processing_class=tokenizer, callbacks=[watcher]
+            model,
+            reward,
+            args,
+            prompts_of(job.prompts),
+            processing_class=tokenizer,
+            callbacks=[watcher],
+            peft_config=LoraConfig(r=2, task_type="CAUSAL_LM") if job.has_adapter else None,
         )
         watcher.model = trainer.model
         trainer.train()

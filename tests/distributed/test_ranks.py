@@ -81,6 +81,7 @@ SHARDED = [
         ("one process is empty", layout(8, 2, 1, **SHARDED_SAMPLING, **TWO_EMPTY), (16, 2, 1)),
         ("a lost row", layout(2, 4, 4, lost_row=5, max_steps=1), (16, 1, 1)),
         ("with a reference", layout(2, 2, 4, beta=0.5, is_loaded=True), (8, 1, 2)),
+        ("LoRA", layout(2, 2, 4, beta=0.5, is_loaded=True, has_adapter=True, **SHARDED_SAMPLING), (8, 1, 2)),
         ("tied", layout(4, 2, 2, is_tied=True, **SHARDED_SAMPLING), (16, 1, 1)),
     ]
 ]

@@ -8,6 +8,7 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any
 
+from .grading import Grade
 from .parsing import completion_text, marked_answer
 
 _MAX_CHARS = 200
@@ -61,11 +62,25 @@ def countdown_reward(
     [1.0, 0.0]
     ```
     """
-    rewards = []
-    for completion, goal, given in zip(completions, target, numbers, strict=True):
-        value = _value(completion, given)
-        rewards.append(float(value is not None and value == Fraction(goal)))
-    return rewards
+    return [grade.score for grade in grade_countdown(completions, target, numbers)]
+
+
+def grade_countdown(completions: list[Any], target: list[Any], numbers: list[list[int]], **kwargs: Any) -> list[Grade]:
+    """Grades of `countdown_reward`. An answer that is no expression of exactly the numbers is `"invalid"`."""
+    return [
+        _grade(completion, goal, given)
+        for completion, goal, given in zip(completions, target, numbers, strict=True)
+    ]
+
+
+def _grade(completion: Any, target: Any, numbers: list[int]) -> Grade:
+    answer = marked_answer(completion_text(completion))
+    if not answer:
+        return Grade(0.0, None, "no_answer")
+    value = _value(answer, numbers)
+    if value is None:
+        return Grade(0.0, answer, "invalid")
+    return Grade(1.0, answer, "right") if value == Fraction(target) else Grade(0.0, answer, "wrong")
 
 
 def countdown_format_reward(completions: list[Any], numbers: list[list[int]], **kwargs: Any) -> list[float]:
@@ -84,12 +99,12 @@ def countdown_format_reward(completions: list[Any], numbers: list[list[int]], **
         `list[float]`:
             1.0 where the expression has a value, whatever it is, else 0.0.
     """
-    return [float(_value(text, given) is not None) for text, given in zip(completions, numbers, strict=True)]
+    answers = [marked_answer(completion_text(completion)) for completion in completions]
+    return [float(_value(answer, given) is not None) for answer, given in zip(answers, numbers, strict=True)]
 
 
-def _value(completion: Any, numbers: list[int]) -> Fraction | None:
-    """Value of the expression a completion answers with, or `None` where it breaks a rule."""
-    answer = marked_answer(completion_text(completion))
+def _value(answer: str | None, numbers: list[int]) -> Fraction | None:
+    """Value of the expression that is an answer, or `None` where it breaks a rule."""
     if not answer or len(answer) > _MAX_CHARS:
         return None
     for symbol, replacement in _AS_ASCII.items():

@@ -5,6 +5,7 @@
 
 from typing import Any
 
+from .grading import Grade
 from .parsing import completion_text
 
 
@@ -32,5 +33,15 @@ def exact_match_reward(completions: list[Any], answer: list[Any], **kwargs: Any)
     [1.0, 0.0]
     ```
     """
-    texts = [completion_text(completion).strip() for completion in completions]
-    return [float(text == str(gold).strip()) for text, gold in zip(texts, answer, strict=True)]
+    return [grade.score for grade in grade_exact_match(completions, answer)]
+
+
+def grade_exact_match(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[Grade]:
+    """Grades of `exact_match_reward`."""
+    return [_grade(completion_text(text).strip(), gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def _grade(text: str, gold: Any) -> Grade:
+    if text == str(gold).strip():
+        return Grade(1.0, text, "right")
+    return Grade(0.0, text, "wrong") if text else Grade(0.0, None, "no_answer")

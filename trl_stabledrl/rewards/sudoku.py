@@ -8,6 +8,7 @@ from functools import cache
 from itertools import permutations
 from typing import Any
 
+from .grading import Grade
 from .parsing import completion_text, marked_answer
 
 # Digits with only the furniture of a drawn grid between them; the digits of a word such as "4x4" start no run
@@ -42,23 +43,29 @@ def sudoku_reward(completions: list[Any], puzzle: list[str], **kwargs: Any) -> l
     [1.0]
     ```
     """
-    return [_score(completion_text(text), clues) for text, clues in zip(completions, puzzle, strict=True)]
+    return [grade.score for grade in grade_sudoku(completions, puzzle)]
 
 
-def _score(text: str, puzzle: str) -> float:
+def grade_sudoku(completions: list[Any], puzzle: list[str], **kwargs: Any) -> list[Grade]:
+    """Grades of `sudoku_reward`. A changed clue and an answer without 16 digits are `"invalid"`."""
+    return [_grade(completion_text(text), clues) for text, clues in zip(completions, puzzle, strict=True)]
+
+
+def _grade(text: str, puzzle: str) -> Grade:
     solutions = _solutions(puzzle)
     marked = marked_answer(text)
     runs = _DIGIT_RUN.findall(text if marked is None else marked)
     grids = [digits for run in runs if len(digits := re.sub("[^0-9]", "", run)) == 16]
     if not grids:
-        return 0.0
+        return Grade(0.0, marked or None, "invalid" if marked else "no_answer")
     grid = grids[-1]
     if any(clue not in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True)):
-        return 0.0
+        return Grade(0.0, grid, "invalid")
     empty = [cell for cell, clue in enumerate(puzzle) if clue == "0"]
-    if not empty:
-        return 1.0
-    return max(sum(grid[cell] == solution[cell] for cell in empty) for solution in solutions) / len(empty)
+    num_right = max(sum(grid[cell] == solution[cell] for cell in empty) for solution in solutions)
+    if num_right == len(empty):
+        return Grade(1.0, grid, "right")
+    return Grade(num_right / len(empty), grid, "partial" if num_right else "wrong")
 
 
 @cache

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The memory plan of a recipe, and what has to fit together for it, without weights, data or the network."""
+"""The memory plan of a recipe, and what has to fit together for it, without weights or data."""
 
 import json
 import os
@@ -328,20 +328,22 @@ def _check_attention(attention: str, family: Family, *, on_cpu: bool) -> None:
         )
 
 
-def read_local_config(path: str) -> tuple[PreTrainedConfig, Adapter | None]:
-    """Configuration of a model or of an adapter's base, from a folder or the Hub's cache; never from the Hub."""
+def read_config(path: str) -> tuple[PreTrainedConfig, Adapter | None]:
+    """Configuration of a model or of an adapter's base, from a folder, the Hub's cache or the Hub."""
     if not path:
         raise UserError("model_name_or_path is missing: name a checkpoint, such as GSAI-ML/LLaDA-8B-Instruct.")
     adapter = adapter_at(path) if Path(path).is_dir() else None
     base, revision = (path, None) if adapter is None else (adapter.base, adapter.base_revision)
     try:
-        return AutoConfig.from_pretrained(base, revision=revision, local_files_only=True), adapter
+        return AutoConfig.from_pretrained(base, revision=revision), adapter
     except OSError as error:
         raise UserError(
-            f"the configuration of {base} is neither a folder here nor in the Hub's cache, and a plan is made "
-            "without the network. Pass --model_name_or_path FOLDER with its config.json, or fetch that first: "
-            f"hf download {base} config.json"
+            f"the configuration of {base} is neither a folder here nor in the Hub's cache, and the Hub cannot be "
+            "reached or does not have it. Pass --model_name_or_path FOLDER with its config.json, or fetch that where "
+            f"there is a network: hf download {base} config.json"
         ) from error
+    except ValueError as error:  # no model type, or one that Transformers does not know
+        raise UserError(f"model_name_or_path {base}: {error}") from error
 
 
 def plan_recipe(recipe: str, flags: Sequence[str], *, prompt_length: int = PROMPT_LENGTH) -> Planned:
@@ -370,7 +372,7 @@ def plan_recipe(recipe: str, flags: Sequence[str], *, prompt_length: int = PROMP
     with checking():
         # a machine without a GPU refuses bf16, unless it is told to stay on the CPU
         _, args, model_args, _ = parser.parse([*own, "--use_cpu", "true"])
-        config, adapter = read_local_config(model_args.model_name_or_path or "")
+        config, adapter = read_config(model_args.model_name_or_path or "")
         family = family_of(config)
         asked = get_peft_config(model_args)
         peft_config = checked_peft_config(asked, adapter=None, family=family, config=config)

@@ -12,10 +12,12 @@ from importlib import import_module
 from pathlib import Path
 
 import datasets
+import peft
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from transformers import AutoModelForCausalLM
 
-from tests.tiny import published_llada_folder, tiny_tokenizer
+from tests.tiny import published_llada_folder, published_sdar_folder, tiny_tokenizer
 from trl_stabledrl import recipes_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,8 +184,12 @@ def test_make_targets_exist(command):
 
 @pytest.mark.parametrize("command", [line for line in commands() if line.startswith(("trl-stabledrl", "accelerate"))])
 def test_commands_run_up_to_the_weights(command, user_folder, model_folder, monkeypatch, capsys):
-    words = [word.replace("outputs/llada_8b_gsm8k", model_folder) for word in shlex.split(command)]
+    words = shlex.split(command)
+    if "outputs/llada_8b_gsm8k" in words:
+        words[words.index("outputs/llada_8b_gsm8k")] = model_folder
     tiny = ["--model_name_or_path", model_folder, "--use_cpu", "--dry_run"]
+    if "llada_8b_gsm8k_qlora" in words:  # bitsandbytes is no dependency of the tests
+        tiny += ["--load_in_4bit", "false"]
 
     match words[:2]:
         case ["accelerate", "launch"]:
@@ -208,6 +214,15 @@ def test_commands_run_up_to_the_weights(command, user_folder, model_folder, monk
 
             monkeypatch.setattr(quickstart, "run_quickstart", lambda config: None)
             status = quickstart.run(words[2:])
+        case ["trl-stabledrl", "env"]:
+            folder = published_sdar_folder(user_folder / "sdar") if "sdar_8b_math" in words else model_folder
+            status = import_module("trl_stabledrl.cli.env").run([*words[2:], "--model_name_or_path", str(folder)])
+        case ["trl-stabledrl", "merge"]:
+            adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+            model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), adapter)
+            model.save_pretrained(words[words.index("--adapter") + 1])
+            status = import_module("trl_stabledrl.cli.merge").run(words[2:])
+            assert (user_folder / words[words.index("--output_dir") + 1] / "config.json").is_file()
         case ["trl-stabledrl", name]:
             small = ["--max_completion_length", "8"] if name == "generate" else []
             words = [word.replace("quickstart/model", model_folder) for word in words]

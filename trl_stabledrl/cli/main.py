@@ -19,7 +19,7 @@ COMMANDS = {
     "sft": "supervised masked-diffusion training, for warm starts",
     "generate": "complete prompts with a checkpoint",
     "merge": "merge a LoRA adapter into its base model, as one checkpoint",
-    "env": "print versions and devices, for bug reports",
+    "env": "print versions and devices, or what memory a recipe takes",
 }
 _LAUNCHED = ("train", "sft")
 

@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+WORKERS ?= 2
 
 # one thread: the models of the tests are too small to share
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -15,7 +16,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 help:
 	@echo "make quickstart  set up, then train a small model and show the curve; ARGS='--seed 1' passes options on"
-	@echo "make test        set up, then run the tests; ARGS='-k sampler' passes options on"
+	@echo "make test        set up, then run the tests in WORKERS=2 processes; ARGS='-k sampler' passes options on"
 	@echo "make setup       make .venv with the tested versions (Python >= 3.11, a C compiler, about 2 GB of disk)"
 	@echo "make check       lint, format, types and import directions"
 	@echo "make format      fix what lint and format can fix"
@@ -36,7 +37,7 @@ quickstart: $(READY)
 	$(BIN)/trl-stabledrl quickstart $(ARGS)
 
 test: $(READY)
-	$(ONE_THREAD) $(BIN)/python -m pytest $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check

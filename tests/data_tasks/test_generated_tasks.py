@@ -8,16 +8,17 @@ from fractions import Fraction
 import pytest
 
 from trl_stabledrl.data import TASKS, addition_prompts, countdown_prompts, sorting_prompts, sudoku_prompts
-from trl_stabledrl.rewards import BUILTIN_REWARDS
+from trl_stabledrl.rewards import BUILTIN_REWARDS, GRADERS
 
-GENERATED = ["sorting", "addition", "sudoku_digits", "sudoku", "countdown"]
+GENERATED = ["sorting", "addition", "sudoku_digits", "sudoku", "countdown", "countdown4"]
+TEXT_TASKS = ["sudoku", "countdown", "countdown4", "gsm8k", "math", "math500", "aime24"]
 
 
 def text_of(prompt):
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", ["sorting", "addition", "sudoku_digits", "sudoku", "countdown"])
 def test_train_and_test_are_disjoint_whatever_the_seeds(name):
     train, test = set(), set()
     for seed in range(3):
@@ -128,12 +129,28 @@ def test_rewards_accept_the_solution_and_refuse_an_empty_answer(name):
     rows = task.prompts("test", num_prompts=30)
     columns = {column: list(rows[column]) for column in rows.column_names}
     solutions = columns[task.target_column or "solution"]
-    if task.target_column is None:
-        solutions = [f"<answer>{solution}</answer>" for solution in solutions]
-    for reward_name in task.reward_names:
-        reward = BUILTIN_REWARDS[reward_name]
-        assert reward(completions=solutions, **columns) == [1.0] * 30
+    forms = ["{}"]
+    if task.prompt_styles:
+        forms = ["<answer>{}</answer>", "<answer>\n\\boxed{{{}}}\n</answer>", "so \\boxed{{{}}}."]
+    for reward, form in itertools.product(map(BUILTIN_REWARDS.__getitem__, task.reward_names), forms):
+        assert reward(completions=[form.format(solution) for solution in solutions], **columns) == [1.0] * 30
         assert reward(completions=[""] * 30, **columns) == [0.0] * 30
+
+
+@pytest.mark.parametrize("name", ["sudoku", "countdown"])
+def test_the_prompt_styles_word_the_same_problems(name):
+    d1, boxed = (TASKS[name].prompts("test", num_prompts=3, prompt_style=style) for style in ("d1", "boxed"))
+    assert d1.remove_columns("prompt").to_list() == boxed.remove_columns("prompt").to_list()
+    assert TASKS[name].prompts("test", num_prompts=3).to_list() == d1.to_list()
+    for tagged, plain in zip(map(text_of, d1["prompt"]), map(text_of, boxed["prompt"]), strict=True):
+        assert tagged.splitlines()[-1] == plain.splitlines()[-1]
+        assert all(tag in tagged for tag in ("<reasoning>", "</reasoning>", "<answer>\n\\boxed{", "}\n</answer>"))
+        assert "<" not in plain
+        assert "\\boxed{" in plain
+
+
+def test_the_number_of_prompts_is_512_unless_said():
+    assert len(sorting_prompts("train")) == len(sorting_prompts("train", num_prompts=None)) == 512
 
 
 @pytest.mark.parametrize("name", ["sorting", "addition", "sudoku_digits"])
@@ -150,12 +167,15 @@ def test_lengths_of_the_tasks_of_characters_are_exact(name):
 @pytest.mark.parametrize(
     ("prompts", "arguments", "message"),
     [
-        (sorting_prompts, {"split": "validation"}, "Unknown split 'validation'.*'train', 'test'"),
+        (sorting_prompts, {"split": "validation"}, "Unknown split 'validation'.*'train' and 'test'"),
         (sorting_prompts, {"split": "train", "num_prompts": 0}, "`num_prompts` must be at least 1, got 0"),
         (sorting_prompts, {"split": "train", "length": 0}, "`length` must be at least 1, got 0"),
         (addition_prompts, {"split": "train", "num_digits": 0}, "`num_digits` must be at least 1, got 0"),
         (sudoku_prompts, {"split": "train", "num_empty": 16}, "`num_empty` must lie between 1 and 15.*got 16"),
-        (sudoku_prompts, {"split": "train", "style": "grid"}, "Unknown `style` 'grid'"),
+        (sudoku_prompts, {"split": "train", "prompt_style": "grid"}, "Unknown `prompt_style` 'grid'.*'boxed'"),
+        (countdown_prompts, {"split": "train", "prompt_style": "digits"}, "Unknown `prompt_style` 'digits'"),
+        (countdown_prompts, {"split": "train", "source": "x", "seed": 1}, "`seed` belongs to generated.*got 1"),
+        (sudoku_prompts, {"split": "train", "source": "x", "seed": 1}, "`seed` belongs to generated.*got 1"),
         (countdown_prompts, {"split": "train", "num_numbers": 5}, "`num_numbers` must be 3 or 4, got 5"),
     ],
 )
@@ -169,3 +189,8 @@ def test_every_task_names_rewards_that_exist():
         assert task.name == name
         assert task.reward_names
         assert set(task.reward_names) <= set(BUILTIN_REWARDS)
+        assert task.reward_names[0] in GRADERS
+        assert set(task.splits) <= {"train", "test"}
+    styled = [name for name, task in TASKS.items() if task.prompt_styles]
+    assert sorted(styled) == sorted(TEXT_TASKS)
+    assert {TASKS[name].prompt_styles for name in styled} == {("d1", "boxed")}

@@ -2,13 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import importlib.util
-import os
 import time
 
 import pytest
 
 from trl_stabledrl.rewards import gsm8k_reward, math_reward
-from trl_stabledrl.rewards import math as math_module
 
 
 @pytest.mark.parametrize("answer", ["72", 72, 72.0, "72.00", "6*12 = 144/2 ... \n#### 72"])
@@ -57,22 +55,6 @@ def test_a_comparison_that_hangs_leaves_the_others_alone():
     start = time.monotonic()
     assert math_reward(completions, answer=["x+2", "5"] * 3) == [1.0, 0.0] * 3
     assert time.monotonic() - start < 15.0  # 3 x 0.8 s of processor time
-
-
-def test_a_forked_process_gets_a_worker_of_its_own(monkeypatch):
-    worker = math_module._Worker()
-    first = worker._process = worker._start()
-    try:
-        assert worker.is_equal("x+1", "1+x")
-        assert worker._process is first
-        monkeypatch.setattr(worker, "_owner_pid", os.getpid() + 1)  # as seen from a child
-        assert worker.is_equal("x+1", "1+x")
-        assert worker._process is not first
-    finally:
-        worker.close()
-        first.kill()
-        first.communicate()
-    assert worker._process is None
 
 
 def test_a_missing_math_verify_is_named_in_one_line(monkeypatch):

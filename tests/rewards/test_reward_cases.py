@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trl_stabledrl.rewards import BUILTIN_REWARDS
+from trl_stabledrl.rewards import BUILTIN_REWARDS, GRADERS
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = [json.loads(line) for line in (DATA / "rewards.jsonl").read_text().splitlines()]
-COLUMNS = {"answer": "5", "target": 25, "numbers": [1, 3, 8], "puzzle": "1030041200400321", "solution": "1" * 16}
+PUZZLE = "1030041200400321"
+COLUMNS = {"answer": "5", "target": 25, "numbers": [1, 3, 8], "puzzle": PUZZLE, "solution": "1" * 16}
 CORRECTNESS = [name for name in BUILTIN_REWARDS if name not in ("answer_tag_reward", "anti_short_reward")]
 
 
@@ -131,6 +132,47 @@ COMPLETIONS = st.one_of(st.text(), st.lists(FRAGMENTS, max_size=30).map("".join)
 @pytest.mark.parametrize("name", BUILTIN_REWARDS)
 @given(completion=COMPLETIONS)
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-def test_no_completion_crashes_a_grader(name, completion):
+def test_no_completion_crashes_a_grader_or_takes_long(name, completion):
     for text in (completion, f"<answer>{completion}</answer>", rf"\boxed{{{completion}}}"):
+        start = time.process_time()
+        wall_start = time.monotonic()
         assert 0.0 <= score(name, text, **COLUMNS) <= 1.0
+        assert time.process_time() - start < 1.0
+        assert time.monotonic() - wall_start < 5.0  # as above
+
+
+def test_a_reward_is_the_score_of_its_grade():
+    texts = ["<answer>8*3+1</answer>", "<answer>1234341221434321</answer>", "5", "", r"\boxed{5", "<answer>7</answer>"]
+    columns = {column: [value] * len(texts) for column, value in COLUMNS.items()}
+    for name, grader in GRADERS.items():
+        grades = grader(completions=texts, prompts=[""] * len(texts), unused=texts, **columns)
+        assert [grade.score for grade in grades] == BUILTIN_REWARDS[name](completions=texts, **columns)
+        assert [grade.is_right for grade in grades] == [grade.score == 1.0 for grade in grades]
+        assert [grade.is_right for grade in grades] == [grade.reason == "right" for grade in grades]
+        assert (grades[3].score, grades[3].answer, grades[3].reason) == (0.0, None, "no_answer")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "columns", "answer", "reason"),
+    [
+        ("gsm8k_reward", "<answer>$72.0</answer>", {"answer": "72"}, "72", "right"),
+        ("gsm8k_reward", "<answer>144/5</answer>", {"answer": "72"}, "144/5", "wrong"),
+        ("gsm8k_reward", "<answer>71 or 72</answer>", {"answer": "72"}, "71 or 72", "invalid"),
+        ("gsm8k_reward", "<answer>72", {"answer": "72"}, None, "no_answer"),
+        ("exact_match_reward", "12 ", {"answer": "12"}, "12", "right"),
+        ("exact_match_reward", "1 2", {"answer": "12"}, "1 2", "wrong"),
+        ("countdown_reward", "<answer>8*3+1</answer>", {"target": 25, "numbers": [1, 3, 8]}, "8*3+1", "right"),
+        ("countdown_reward", "<answer>8+3+1</answer>", {"target": 25, "numbers": [1, 3, 8]}, "8+3+1", "wrong"),
+        ("countdown_reward", "<answer>8*3</answer>", {"target": 24, "numbers": [1, 3, 8]}, "8*3", "invalid"),
+        ("countdown_reward", "8*3+1", {"target": 25, "numbers": [1, 3, 8]}, None, "no_answer"),
+        ("sudoku_reward", r"\boxed{1234 3412 2143 4321}", {"puzzle": PUZZLE}, "1234341221434321", "right"),
+        ("sudoku_reward", "<answer>1334341221434321</answer>", {"puzzle": PUZZLE}, "1334341221434321", "partial"),
+        ("sudoku_reward", "1234341221434312", {"puzzle": "1234341221434300"}, "1234341221434312", "wrong"),
+        ("sudoku_reward", "<answer>4234341221434321</answer>", {"puzzle": PUZZLE}, "4234341221434321", "invalid"),
+        ("sudoku_reward", "<answer>1234</answer>", {"puzzle": PUZZLE}, "1234", "invalid"),
+        ("sudoku_reward", "1234", {"puzzle": PUZZLE}, None, "no_answer"),
+    ],
+)
+def test_grades_name_answer_and_reason(name, text, columns, answer, reason):
+    (grade,) = GRADERS[name]([text], **{column: [value] for column, value in columns.items()})
+    assert (grade.answer, grade.reason) == (answer, reason)

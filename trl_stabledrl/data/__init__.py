@@ -14,10 +14,12 @@ from functools import partial
 
 from datasets import Dataset
 
+from ._generate import SPLITS
+from ._prompts import PROMPT_STYLES
 from .addition import addition_prompts
 from .countdown import countdown_prompts
 from .gsm8k import gsm8k_prompts
-from .math import math_prompts
+from .math import aime24_prompts, math500_prompts, math_prompts
 from .sorting import sorting_prompts
 from .sudoku import sudoku_prompts
 
@@ -25,8 +27,10 @@ __all__ = [
     "TASKS",
     "Task",
     "addition_prompts",
+    "aime24_prompts",
     "countdown_prompts",
     "gsm8k_prompts",
+    "math500_prompts",
     "math_prompts",
     "sorting_prompts",
     "sudoku_prompts",
@@ -42,14 +46,21 @@ class Task:
         name (`str`):
             Key of `TASKS`.
         prompts (`Callable[..., datasets.Dataset]`):
-            `prompts(split, *, num_prompts=..., ...)`, rows with `prompt` and the columns the rewards need. Generated
-            tasks also take `seed`, loaded ones `source`.
+            `prompts(split, *, num_prompts=None, ...)`, rows with `prompt` and the columns the rewards need. Tasks that
+            can be generated also take `seed`, those that can be loaded `source` (Countdown and Sudoku take either),
+            those with `prompt_styles` `prompt_style`.
         reward_names (`tuple[str, ...]`):
             Keys of `trl_stabledrl.rewards.BUILTIN_REWARDS`, the correctness reward first.
         max_prompt_length (`int`):
             Most tokens of a prompt: exact for the tasks of single characters, an upper estimate for text.
         max_completion_length (`int`):
             Tokens to leave for a completion, its end token included.
+        splits (`tuple[str, ...]`, *optional*, defaults to `("train", "test")`):
+            Splits it has.
+        prompt_styles (`tuple[str, ...]`, *optional*, defaults to `()`):
+            Wordings it has, the default first; none for the tasks of single characters.
+        can_be_loaded (`bool`, *optional*, defaults to `False`):
+            Whether `prompts` takes a `source`.
         target_column (`str`, *optional*):
             Column that is itself a right completion, to warm-start on; `None` where completions hold reasoning.
         has_fixed_length (`bool`, *optional*, defaults to `False`):
@@ -61,6 +72,9 @@ class Task:
     reward_names: tuple[str, ...]
     max_prompt_length: int
     max_completion_length: int
+    splits: tuple[str, ...] = SPLITS
+    prompt_styles: tuple[str, ...] = ()
+    can_be_loaded: bool = False
     target_column: str | None = None
     has_fixed_length: bool = False
 
@@ -87,7 +101,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             name="sudoku_digits",
-            prompts=partial(sudoku_prompts, style="digits"),
+            prompts=partial(sudoku_prompts, prompt_style="digits"),
             reward_names=("sudoku_reward",),
             max_prompt_length=16,
             max_completion_length=16,
@@ -100,6 +114,8 @@ TASKS: dict[str, Task] = {
             reward_names=("sudoku_reward",),
             max_prompt_length=256,
             max_completion_length=256,
+            prompt_styles=PROMPT_STYLES,
+            can_be_loaded=True,
         ),
         Task(
             name="countdown",
@@ -107,6 +123,17 @@ TASKS: dict[str, Task] = {
             reward_names=("countdown_reward",),
             max_prompt_length=256,
             max_completion_length=256,
+            prompt_styles=PROMPT_STYLES,
+            can_be_loaded=True,
+        ),
+        Task(
+            name="countdown4",
+            prompts=partial(countdown_prompts, num_numbers=4),
+            reward_names=("countdown_reward",),
+            max_prompt_length=256,
+            max_completion_length=256,
+            prompt_styles=PROMPT_STYLES,
+            can_be_loaded=True,
         ),
         Task(
             name="gsm8k",
@@ -114,6 +141,8 @@ TASKS: dict[str, Task] = {
             reward_names=("gsm8k_reward",),
             max_prompt_length=512,
             max_completion_length=256,
+            prompt_styles=PROMPT_STYLES,
+            can_be_loaded=True,
         ),
         Task(
             name="math",
@@ -121,6 +150,28 @@ TASKS: dict[str, Task] = {
             reward_names=("math_reward",),
             max_prompt_length=1024,
             max_completion_length=256,
+            prompt_styles=PROMPT_STYLES,
+            can_be_loaded=True,
+        ),
+        Task(
+            name="math500",
+            prompts=math500_prompts,
+            reward_names=("math_reward",),
+            max_prompt_length=1024,
+            max_completion_length=256,
+            splits=("test",),
+            prompt_styles=PROMPT_STYLES,
+            can_be_loaded=True,
+        ),
+        Task(
+            name="aime24",
+            prompts=aime24_prompts,
+            reward_names=("math_reward",),
+            max_prompt_length=1024,
+            max_completion_length=512,
+            splits=("test",),
+            prompt_styles=PROMPT_STYLES,
+            can_be_loaded=True,
         ),
     )
 }

@@ -11,15 +11,21 @@ from typing import Any
 from datasets import Dataset
 
 SPLITS = ("train", "test")
+_DEFAULT_NUM_PROMPTS = 512
 _TEST_SHARE = 8  # one key in eight
 _MAX_FRUITLESS_DRAWS = 100_000  # enough to find nearly every prompt of a task as small as two-digit addition
 
 Row = dict[str, Any]
 
 
-def check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise ValueError(f"Unknown split {split!r}: expected one of {', '.join(map(repr, SPLITS))}.")
+def check_split(split: str, splits: tuple[str, ...] = SPLITS) -> None:
+    if split not in splits:
+        raise ValueError(f"Unknown split {split!r}: this task has {' and '.join(map(repr, splits))}.")
+
+
+def check_num_prompts(num_prompts: int) -> None:
+    if num_prompts < 1:
+        raise ValueError(f"`num_prompts` must be at least 1, got {num_prompts}.")
 
 
 def split_of(task: str, key: str) -> str:
@@ -41,7 +47,7 @@ def split_of(task: str, key: str) -> str:
 
 
 def generate(
-    task: str, draw: Callable[[random.Random], tuple[str, Row]], *, split: str, num_prompts: int, seed: int
+    task: str, draw: Callable[[random.Random], tuple[str, Row]], *, split: str, num_prompts: int | None, seed: int
 ) -> Dataset:
     """
     Draw distinct problems of a split.
@@ -53,8 +59,8 @@ def generate(
             Draws one problem: its key, which decides the split, and its row.
         split (`str`):
             `"train"` or `"test"`.
-        num_prompts (`int`):
-            Number of rows.
+        num_prompts (`int`, *optional*):
+            Number of rows, 512 by default.
         seed (`int`):
             Seed of the draw. A larger `num_prompts` with the same seed extends the rows of a smaller one.
 
@@ -63,8 +69,8 @@ def generate(
             Rows with distinct prompts.
     """
     check_split(split)
-    if num_prompts < 1:
-        raise ValueError(f"`num_prompts` must be at least 1, got {num_prompts}.")
+    num_prompts = _DEFAULT_NUM_PROMPTS if num_prompts is None else num_prompts
+    check_num_prompts(num_prompts)
     rng = random.Random(f"{task}:{split}:{seed}")  # a string seed is hashed, the same on every platform
     rows: dict[str, Row] = {}
     num_fruitless = 0

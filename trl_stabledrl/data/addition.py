@@ -10,15 +10,15 @@ from datasets import Dataset
 from ._generate import Row, generate
 
 
-def addition_prompts(split: str, *, num_prompts: int = 512, seed: int = 0, num_digits: int = 2) -> Dataset:
+def addition_prompts(split: str, *, num_prompts: int | None = None, seed: int = 0, num_digits: int = 2) -> Dataset:
     """
     Sums of two numbers of equally many digits.
 
     Args:
         split (`str`):
             `"train"` or `"test"`; no pair of numbers is in both, in either order, whatever the seeds.
-        num_prompts (`int`, *optional*, defaults to `512`):
-            Number of distinct prompts. Two digits allow 7,089 in train and 1,011 in test.
+        num_prompts (`int`, *optional*):
+            Number of distinct prompts, 512 by default. Two digits allow 7,089 in train and 1,011 in test.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the draw.
         num_digits (`int`, *optional*, defaults to `2`):

@@ -3,17 +3,18 @@
 
 """GSM8K: word problems whose answer is one number."""
 
-from typing import Any
-
 from datasets import Dataset
 
-from ._load import check_columns, load_rows
-from ._prompts import reasoning_prompt
+from ._generate import Row
+from ._load import load_prompts
+from ._prompts import PromptStyle, chat_prompt
 
 _INSTRUCTION = "Solve the following word problem step by step. Its answer is a single number."
 
 
-def gsm8k_prompts(split: str, *, num_prompts: int | None = None, source: str = "openai/gsm8k") -> Dataset:
+def gsm8k_prompts(
+    split: str, *, num_prompts: int | None = None, prompt_style: PromptStyle = "d1", source: str = "openai/gsm8k"
+) -> Dataset:
     r"""
     GSM8K as chat prompts.
 
@@ -22,6 +23,8 @@ def gsm8k_prompts(split: str, *, num_prompts: int | None = None, source: str = "
             `"train"` or `"test"`.
         num_prompts (`int`, *optional*):
             Keep this many rows from the start; all by default.
+        prompt_style (`str`, *optional*, defaults to `"d1"`):
+            `"d1"` for reasoning and answer tags, `"boxed"` for a box at the end.
         source (`str`, *optional*, defaults to `"openai/gsm8k"`):
             Dataset on the Hub, local file or local folder, with columns `question` and `answer`.
 
@@ -29,13 +32,18 @@ def gsm8k_prompts(split: str, *, num_prompts: int | None = None, source: str = "
         `datasets.Dataset`:
             Columns `prompt` (one user message) and `answer` (what follows `####` in the solution, or all of it).
     """
-    rows = load_rows(source, config_name="main", split=split, num_prompts=num_prompts)
-    check_columns(rows, source, ("question", "answer"))
 
-    def as_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    def as_row(row: Row) -> Row:
         return {
-            "prompt": reasoning_prompt(_INSTRUCTION, row["question"], form=r"\boxed{number}"),
+            "prompt": chat_prompt(_INSTRUCTION, row["question"], answer="number", style=prompt_style),
             "answer": str(row["answer"]).rsplit("####", 1)[-1].strip(),
         }
 
-    return Dataset.from_list([as_prompt(row) for row in rows])  # type: ignore[arg-type]
+    return load_prompts(
+        source,
+        as_row,
+        split=split,
+        num_prompts=num_prompts,
+        columns=("question", "answer"),
+        hub_config="main",
+    )

@@ -10,15 +10,15 @@ from datasets import Dataset
 from ._generate import Row, generate
 
 
-def sorting_prompts(split: str, *, num_prompts: int = 512, seed: int = 0, length: int = 8) -> Dataset:
+def sorting_prompts(split: str, *, num_prompts: int | None = None, seed: int = 0, length: int = 8) -> Dataset:
     """
     Random digits to sort in ascending order.
 
     Args:
         split (`str`):
             `"train"` or `"test"`; no prompt is in both, whatever the seeds.
-        num_prompts (`int`, *optional*, defaults to `512`):
-            Number of distinct prompts.
+        num_prompts (`int`, *optional*):
+            Number of distinct prompts, 512 by default.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the draw.
         length (`int`, *optional*, defaults to `8`):

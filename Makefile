@@ -12,11 +12,13 @@ WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check format clean
+.PHONY: help setup quickstart test test-browser test-lm-eval check format clean
 
 help:
 	@echo "make quickstart  set up, then train a small model and show the curve; ARGS='--seed 1' passes options on"
 	@echo "make test        set up, then run the tests in WORKERS=2 processes; ARGS='-k sampler' passes options on"
+	@echo "make test-browser    the viewer's tests, which need chromium"
+	@echo "make test-lm-eval    install lm-evaluation-harness (350 MB) and run the adapter's tests"
 	@echo "make setup       make .venv with the tested versions (Python >= 3.11, a C compiler, about 2 GB of disk)"
 	@echo "make check       lint, format, types and import directions"
 	@echo "make format      fix what lint and format can fix"
@@ -38,6 +40,13 @@ quickstart: $(READY)
 
 test: $(READY)
 	$(ONE_THREAD) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+test-browser: $(READY)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+
+test-lm-eval: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
+	$(ONE_THREAD) $(BIN)/python -m pytest tests/test_lm_eval.py $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -13,5 +13,5 @@ setup(
         *(f"trl_stabledrl.{folder}" for folder in recipes),
     ],
     package_dir={"trl_stabledrl.recipes": "recipes"},
-    package_data={"": ["*.yaml", "py.typed"]},
+    package_data={"": ["*.html", "*.yaml", "py.typed"]},
 )

@@ -8,15 +8,17 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from unittest.mock import patch
 
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from datasets import Dataset
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
+from tests.distributed.runs import SHARDING, as_if_with_accelerators
 from tests.tiny import tiny_llada, tiny_sdar
 from tests.trainer_tools import PROMPTS, Run, flat, letter_tokenizer, run_of
 from trl_stabledrl import DiffusionSFTConfig, DiffusionSFTTrainer, checkpoints
@@ -89,7 +91,7 @@ LAST_COMPLETE = {
     "in training": 6,
     "before the optimizer is written": 3,
     "in the middle of a file": 3,
-    "before the checkpoint has its name": 3,
+    "before the checkpoint has its name": 6,
     "while the older one is deleted": 6,
 }
 """Where a run is killed, most often in its save at step 6, and the step it can be resumed at."""
@@ -183,6 +185,16 @@ ZERO3: dict[str, Any] = {
 }
 
 
+def sharded_by_torch(folder: Path, *, resume: str | None = None) -> Tensor:
+    """As [`sharded`], by FSDP2."""
+    AcceleratorState._reset_state()
+    model = tiny_llada(vocab_size=12, initializer_range=0.2, seed=0 if resume is None else 3)
+    options = layout(2, 4, 4, num_iterations=2, max_steps=4, save_steps=3) | copy.deepcopy(SHARDING["fsdp2"])
+    with patch.object(PartialState, "__init__", as_if_with_accelerators), patch.dict(os.environ):
+        trainer = run(folder, model=model, resume=resume, **options).trainer
+        return flat(cast(DTensor, parameter).full_tensor() for parameter in trainer.model.parameters())
+
+
 def sharded(folder: Path, *, resume: str | None = None) -> Tensor:
     """Parameters after a run under DeepSpeed's ZeRO-3."""
     import deepspeed
@@ -215,6 +227,10 @@ def on_two(folder: Path) -> None:
         gradient_accumulation_steps=1,
     )
     found["sft: resumed"] = flat(trainer.model.parameters())
+    found["fsdp2: whole"] = sharded_by_torch(folder / "fsdp2" / "two")
+    found["fsdp2: resumed"] = sharded_by_torch(
+        folder / "fsdp2" / "again", resume=str(folder / "fsdp2" / "two" / "checkpoint-3")
+    )
     # last, since it leaves the process sharding what it builds
     found["sharded: whole"] = sharded(folder / "sharded" / "two")
     found["sharded: resumed"] = sharded(

@@ -395,3 +395,27 @@ def test_a_model_with_an_adapter_beside_it_is_refused(base, tmp_path):
     with_adapter(load(base)).save_pretrained(base)
     with pytest.raises(ValueError, match=r"a whole model beside it, model\.safetensors.*folder of their own"):
         trainer_of(tmp_path / "run", str(base))
+
+
+def test_a_checkpoint_of_another_adapter_or_none_is_not_gone_on_with(base, tmp_path):
+    whole, adapter = tmp_path / "whole", tmp_path / "adapter"
+    trainer_of(whole, str(base), max_steps=1, save_strategy="steps", save_steps=1).train()
+    options: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer_of(adapter, str(base), peft_config=lora(target_modules=["q_proj"]), **options | {"max_steps": 1}).train()
+
+    for folder, peft_config, message in [
+        (adapter, lora(target_modules=["k_proj"]), r"with target_modules=\['q_proj'\], but this run has \['k_proj'\]"),
+        (adapter, lora(target_modules=["q_proj"], r=4), "with r=2, but this run has 4"),
+        (adapter, None, "holds an adapter, but this run trains the whole model"),
+        (whole, lora(), "holds a whole model, but this run trains an adapter"),
+    ]:
+        trainer = trainer_of(folder, str(base), peft_config=peft_config, **options)
+        with pytest.raises(ValueError, match=message):
+            trainer.train(resume_from_checkpoint=True)
+
+
+def test_one_target_given_as_text_is_a_name(build, base, tmp_path):
+    trainer = trainer_of(tmp_path, str(base), peft_config=lora(target_modules="q_proj"))
+
+    names = {name.split(".")[-4] for name, _ in trainer.model.named_parameters() if "lora_A" in name}
+    assert names == {"q_proj"}

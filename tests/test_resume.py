@@ -5,6 +5,7 @@
 import json
 import logging
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests.distributed.processes import finished, finished_by_two
 from tests.resume_runs import KILLED, LAST_COMPLETE, ONE_PROCESS, layout, model_of, run, sft
@@ -214,6 +215,20 @@ def test_supervised_training_resumed_at_any_step_is_the_uninterrupted_one(option
 # Killed runs
 
 
+class StopInStep(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise SystemExit
+
+
+class EndEpochs(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = True
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
@@ -238,6 +253,58 @@ def test_a_killed_run_resumes_at_its_last_complete_checkpoint(moment, killed, no
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["checkpoint-10"]
 
 
+def test_a_run_that_had_ended_is_left_as_it_was(tmp_path):
+    options = layout(4, 4, 4, max_steps=3, save_total_limit=1, lr_scheduler_type="constant")
+    ended = run(tmp_path / "run", **options)
+    again = run(tmp_path / "run", resume=True, **options)
+    trained = sft(tmp_path / "sft", max_steps=3)
+    tried = sft(tmp_path / "sft", resume=True, max_steps=3)
+
+    assert again.gradients == []
+    assert_same_state(again.trainer, ended.trainer)
+    assert_same_state(tried, trained)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_going_back_sets_the_later_checkpoints_aside(tmp_path):
+    run(tmp_path, **layout(4, 4, 4, max_steps=5))
+    options = layout(4, 4, 4, max_steps=5, learning_rate=1e-3)
+
+    with pytest.raises(SystemExit):
+        run(tmp_path, resume=str(tmp_path / "checkpoint-2"), callbacks=[StopInStep(4)], **options)
+    again = run(tmp_path, resume=True, **options)
+
+    assert len(again.gradients) == 1  # from the new line's checkpoint-4, not the old line's 5
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert names == [*(f"abandoned-checkpoint-{n}-1" for n in (3, 4, 5)), *(f"checkpoint-{n}" for n in range(1, 6))]
+
+
+def test_a_kill_between_the_renames_of_a_save_loses_nothing(tmp_path):
+    options = layout(4, 4, 4, max_steps=3, save_total_limit=1, lr_scheduler_type="constant")
+    whole = run(tmp_path / "whole", **options)
+    run(tmp_path / "run", **options | {"max_steps": 2})
+    staging = tmp_path / "run" / "_saving"
+    staging.mkdir()
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", staging / "replaced")
+    (tmp_path / "run" / "checkpoint-2").rename(staging / "checkpoint-2")
+
+    again = run(tmp_path / "run", resume=True, **options)
+
+    assert_same_state(again.trainer, whole.trainer)
+
+
+def test_an_epoch_that_is_cut_short_is_not_begun_again(tmp_path):
+    ended = run(tmp_path, prompts=[*"abcdefg", "ab"], callbacks=[EndEpochs()], **layout(8, 2, 2, max_steps=4))
+
+    first, second = ({tuple(prompt) for prompt in generation.prompts} for generation in ended.recorder.generations)
+    assert first != second
+
+
+def test_fewer_prompts_than_a_generation_takes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"train_dataset has 3 prompts, .* = 16 / 4 = 4\. Add prompts"):
+        run(tmp_path, prompts=["a", "b", "c"], **layout(4, 4, 4, max_steps=1))
+
+
 # Another number of processes
 
 
@@ -252,10 +319,19 @@ def on_two(tmp_path_factory):
     return folder, whole, torch.load(folder / "parameters.pt")
 
 
-@pytest.mark.parametrize("name", [*ONE_PROCESS, "sft", "sharded"])
+@pytest.mark.parametrize("name", [*ONE_PROCESS, "sft", "sharded", "fsdp2"])
 def test_two_processes_resume_bit_for_bit(name, on_two):
     _, _, found = on_two
     assert torch.equal(found[f"{name}: resumed"], found[f"{name}: whole"])
+
+
+@pytest.mark.parametrize("name", ["sharded", "fsdp2"])
+def test_what_two_processes_shard_is_saved_as_one_published_checkpoint(name, on_two):
+    folder, _, found = on_two
+
+    model = AutoModelForCausalLM.from_pretrained(folder / name / "two" / "checkpoint-4")
+
+    assert torch.equal(flat(model.parameters()), found[f"{name}: whole"])
 
 
 @pytest.mark.parametrize("name", ONE_PROCESS)

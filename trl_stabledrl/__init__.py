@@ -15,23 +15,30 @@ from typing import TYPE_CHECKING, Any
 from . import models as _models  # noqa: F401  # registers the model families
 
 if TYPE_CHECKING:
+    from .evaluation import TaskEvaluation, evaluate
+    from .evaluation_config import EvaluationConfig
     from .inference import generate, score
     from .sft_config import DiffusionSFTConfig
     from .sft_trainer import DiffusionSFTTrainer
     from .stabledrl_config import StableDRLConfig
     from .stabledrl_trainer import StableDRLTrainer
+    from .trace import write_trace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DiffusionSFTConfig",
     "DiffusionSFTTrainer",
+    "EvaluationConfig",
     "StableDRLConfig",
     "StableDRLTrainer",
+    "TaskEvaluation",
     "__version__",
+    "evaluate",
     "generate",
     "recipes_folder",
     "score",
+    "write_trace",
 ]
 
 _MODULE_OF = {
@@ -39,8 +46,12 @@ _MODULE_OF = {
     "DiffusionSFTTrainer": "sft_trainer",
     "StableDRLConfig": "stabledrl_config",
     "StableDRLTrainer": "stabledrl_trainer",
+    "EvaluationConfig": "evaluation_config",
+    "TaskEvaluation": "evaluation",
+    "evaluate": "evaluation",
     "generate": "inference",
     "score": "inference",
+    "write_trace": "trace",
 }
 
 

@@ -8,7 +8,6 @@ meanwhile leaves half a folder under the name of the newest. Here the files are 
 list of them comes last, and one rename makes the checkpoint; older ones go after that.
 """
 
-import contextlib
 import copy
 import json
 import re
@@ -111,6 +110,36 @@ def sharding_of(accelerator: Accelerator) -> str:
     return names.get(accelerator.distributed_type, "none")
 
 
+def recover_staged(run_folder: Path) -> None:
+    """
+    Give its name to a checkpoint that was complete when its run was killed, and only lacked the renaming.
+
+    Without this a kill between the two renames of [`_publish`] would leave none at all.
+    """
+    for staged in checkpoints_in(run_folder / STAGING_FOLDER):
+        final = run_folder / staged.name
+        if problem_of(staged) is None and (not final.exists() or problem_of(final) is not None):
+            _publish(staged, final)
+            return  # there is one at most, and its folder is gone
+
+
+def set_aside_later(folder: Path) -> None:
+    """
+    Rename the checkpoints of the line that is left when a run goes back to an earlier one.
+
+    They would be the newest of the run, and what a later `resume_from_checkpoint: true` goes on with.
+    """
+    step = int(folder.name.removeprefix("checkpoint-"))
+    for path in checkpoints_in(folder.parent):
+        if int(path.name.removeprefix("checkpoint-")) <= step or problem_of(path) is not None:
+            continue  # what is not complete is never gone on with
+        number = 1
+        while (target := path.with_name(f"abandoned-{path.name}-{number}")).exists():
+            number += 1
+        path.rename(target)
+        logger.warning(f"Going on from {folder.name}: the later {path.name} was renamed to {target.name}.")
+
+
 def checked_resume(
     args: Any, request: str | bool | None, *, global_step: int, accelerator: Accelerator
 ) -> str | bool | None:
@@ -125,6 +154,9 @@ def checked_resume(
         check_output_dir(args.output_dir, resume)
     if not resume:
         return resume
+    if accelerator.is_main_process:
+        recover_staged(Path(args.output_dir))
+    accelerator.wait_for_everyone()
     folder = last_complete_checkpoint(Path(args.output_dir)) if resume is True else Path(resume)
     problem = problem_of(folder)
     if problem is not None:
@@ -148,6 +180,9 @@ def checked_resume(
             f"{num_processes}: DeepSpeed cannot split its optimizer state anew. Resume on {state['num_processes']} "
             "processes, or load the weights with model= and start anew."
         )
+    accelerator.wait_for_everyone()  # every process has chosen
+    if accelerator.is_main_process and folder.parent.resolve() == Path(args.output_dir).resolve():
+        set_aside_later(folder)
     return str(folder)
 
 
@@ -179,6 +214,51 @@ def load_active_adapter(model: Any, folder: Path) -> None:
         return
     if any(folder.glob("*/adapter_model.*")):
         model.load_adapter(str(folder), model.active_adapters[0], is_trainable=True)
+
+
+_SAME_ADAPTER = ("peft_type", "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora")
+
+
+def check_same_adapter(model: Any, folder: Path) -> None:
+    """
+    Raise where a checkpoint holds another adapter than the one in training, which would go on from its start.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model in training.
+        folder (`Path`):
+            The checkpoint.
+    """
+    path = folder / "adapter_config.json"
+    if not is_peft_model(model):
+        if path.is_file():
+            raise ValueError(
+                f"{folder} holds an adapter, but this run trains the whole model. Pass the peft_config (or use_peft) "
+                "of the first part."
+            )
+        return
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} holds a whole model, but this run trains an adapter. Leave peft_config (or use_peft) out, or "
+            "pass the folder as model= to start an adapter on it."
+        )
+    saved, current = json.loads(path.read_text()), model.peft_config[model.active_adapters[0]].to_dict()
+
+    def plain(value: Any) -> Any:
+        return sorted(value) if isinstance(value, (list, set, tuple)) else getattr(value, "value", value)
+
+    for name in _SAME_ADAPTER:
+        if name in saved and plain(saved[name]) != plain(current.get(name)):
+            raise ValueError(
+                f"{folder} holds an adapter with {name}={plain(saved[name])!r}, but this run has "
+                f"{plain(current.get(name))!r}. Set it back, or start anew in another output_dir."
+            )
+    base = current.get("base_model_name_or_path")
+    if saved.get("base_model_name_or_path") != base:
+        logger.warning(
+            f"{folder} holds an adapter of {saved.get('base_model_name_or_path')!r}, but this run has {base!r}. "
+            "Unless that is the same model in another place, the run goes on from a wrong one."
+        )
 
 
 # Writing them
@@ -247,10 +327,11 @@ class CheckpointWriter:
             (staged / RUN_STATE_FILE).write_text(json.dumps(values, indent=2) + "\n")
             _publish(staged, final)
         accelerator.wait_for_everyone()
-        if accelerator.is_local_main_process and staged.is_dir():
-            # a node with a disk of its own, for the shards that its processes will read again
-            with contextlib.suppress(FileNotFoundError):
-                _publish(staged, final)
+        if staged.is_dir():
+            raise RuntimeError(
+                f"Process {accelerator.process_index} wrote its part of the checkpoint to {staged}, which the main "
+                "process does not see. output_dir has to be on a disk that all nodes share."
+            )
         if args.should_save:
             rotate_checkpoints(
                 output_dir=str(run_folder),
@@ -419,3 +500,61 @@ def check_settings(folder: Path, saved: Mapping[str, Any], current: Mapping[str,
                 f"{folder} holds rollouts made with {name}={saved[name]!r}, but this run has {value!r}. Set it back, "
                 f"or resume from a checkpoint between two generations, that is after a multiple of {save_steps} steps."
             )
+
+
+# The trainers
+
+
+class CheckpointedTrainer:
+    """
+    What [`StableDRLTrainer`] and [`DiffusionSFTTrainer`] override of their hosts alike: a class to derive from first.
+
+    Its owner sets `self.checkpoints` to a [`CheckpointWriter`].
+
+    Attributes:
+        epoch_number (`int`):
+            The epoch that runs. `state.epoch` lags behind where a callback cuts one short.
+    """
+
+    checkpoints: CheckpointWriter
+    args: Any
+    model: Any
+    state: Any
+    control: Any
+    accelerator: Accelerator
+    epoch_number = 0
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        resume_from_checkpoint = checked_resume(
+            self.args, resume_from_checkpoint, global_step=self.state.global_step, accelerator=self.accelerator
+        )
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)  # type: ignore[misc]
+
+    def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
+        self.epoch_number = epoch
+        if 0 < self.args.max_steps <= self.state.global_step:
+            self.control.should_training_stop = True  # resumed when it had ended: the host looks after a step only
+            return
+        super()._run_epoch(epoch=epoch, **kwargs)  # type: ignore[misc]
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.checkpoints.output_dir(super()._get_output_dir(trial))  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.checkpoints.is_open:  # not before it is complete
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        check_tensors(self.model, state_dict)
+        describe(self, output_dir)
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_same_adapter(self.model, Path(resume_from_checkpoint))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        load_active_adapter(self.model, Path(resume_from_checkpoint))

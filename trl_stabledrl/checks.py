@@ -53,6 +53,17 @@ def check_datasets(train_dataset: Any, eval_dataset: Any, *, columns: tuple[str,
             check_dataset("eval_dataset", part, columns=columns)
 
 
+def check_num_prompts(train_dataset: Any, args: Any) -> None:
+    """Raise where the rows do not make one generation: TRL leaves an incomplete one out, and would train nothing."""
+    needed = args.generation_batch_size // args.num_generations
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < needed:
+        raise ValueError(
+            f"train_dataset has {len(train_dataset)} prompts, fewer than a generation takes: generation_batch_size / "
+            f"num_generations = {args.generation_batch_size} / {args.num_generations} = {needed}. Add prompts, or "
+            "lower per_device_train_batch_size, steps_per_generation or gradient_accumulation_steps."
+        )
+
+
 def check_args(args: Any, config_class: type, *, trainer: str) -> None:
     """Raise unless `args` is the trainer's own configuration."""
     if not isinstance(args, config_class):

@@ -14,14 +14,12 @@ from .batching import left_padded, right_padded
 from .core.masking import MaskLaw, McSampling
 from .core.noise import Stream, random_bits
 from .core.unmasking import Remasking
+from .decoding import Prompt, encode_prompts, sampling_settings
 from .likelihood import LikelihoodSettings, Rows, Tail, score_elbo
 from .models.bidirectional import dense_attention
 from .models.facts import model_facts
-from .models.families import Family
 from .progress import token_bar
-from .samplers import Rollout, SamplingSettings, SuppressEos, check_decoding, sample
-
-Prompt = str | list[dict[str, Any]]
+from .samplers import Rollout, SuppressEos, sample
 
 
 @dataclass(frozen=True)
@@ -48,55 +46,10 @@ class CompletionScores:
         return self.elbo / self.num_tokens
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """
-    Tokenize prompts as the trainer does: conversations through the chat template, with the generation prompt.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer of the model.
-        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
-            Plain or conversational prompts, not mixed.
-
-    Returns:
-        `list[list[int]]`
-    """
-    if isinstance(prompts, str) or len(prompts) == 0:
-        raise ValueError(f"prompts={prompts!r} must be a list with at least one prompt. Put a single one in a list.")
-    rows: Any = list(prompts)  # the tokenizers' own annotations are narrower than what they take
-    if isinstance(rows[0], str):
-        encoded: Any = tokenizer(text=rows)
-    else:
-        encoded = tokenizer.apply_chat_template(rows, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return encoded["input_ids"]
-
-
-def sampling_settings(
-    family: Family,
-    *,
-    max_completion_length: int,
-    block_length: int | None,
-    num_denoising_steps: int | None,
-    **rest: Any,
-) -> SamplingSettings:
-    """Fill in what is left to the family, and raise where the options do not fit together; no model is needed."""
-    block_length = family.resolved_block_length(block_length, max_completion_length=max_completion_length)
-    if num_denoising_steps is None:
-        num_denoising_steps = -(-block_length // family.tokens_per_step)
-    settings = SamplingSettings(
-        max_completion_length=max_completion_length,
-        block_length=block_length,
-        num_denoising_steps=num_denoising_steps,
-        **rest,
-    )
-    check_decoding(settings, attention=family.attention)
-    return settings
-
-
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | Sequence[Sequence[int]],
     *,
     max_completion_length: int = 256,
     block_length: int | None = None,
@@ -110,21 +63,22 @@ def generate(
     guidance_scale: float = 0.0,
     batch_size: int = 8,
     seed: int = 0,
+    row_index: Sequence[int] | None = None,
     show_progress: bool = True,
     return_rollouts: bool = False,
 ) -> list[str] | tuple[list[str], list[Rollout]]:
     """
     Complete prompts by denoising, block by block.
 
-    A row depends on its prompt, its index and the seed alone, not on `batch_size` or the other prompts.
+    A row depends on its prompt, its `row_index` and the seed alone, not on `batch_size` or the other prompts.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Model of a known family, on any device.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Its tokenizer.
-        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
-            Plain or conversational prompts.
+        prompts (`Sequence[str]` or `Sequence[list[dict]]` or `Sequence[list[int]]`):
+            Plain or conversational prompts, or prompts as token ids.
         max_completion_length (`int`, *optional*, defaults to `256`):
             Tokens of the window; a completion is never longer.
         block_length (`int`, *optional*):
@@ -149,10 +103,12 @@ def generate(
             Prompts per batch.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the rows' own generators.
+        row_index (`Sequence[int]`, *optional*):
+            Number that keys each row's draws under the seed. Defaults to its place in `prompts`.
         show_progress (`bool`, *optional*, defaults to `True`):
             Show a bar when it takes more than a few seconds.
         return_rollouts (`bool`, *optional*, defaults to `False`):
-            Also return one [`~samplers.Rollout`] per batch, with token ids and the step of each commit.
+            Also return one [`~samplers.Rollout`] per batch, with token ids and the step and confidence of each commit.
 
     Returns:
         `list[str]`, or `tuple[list[str], list[Rollout]]` with `return_rollouts=True`:
@@ -184,8 +140,8 @@ def generate(
         suppress_eos=suppress_eos,
         guidance_scale=guidance_scale,
     )
-    encoded = encode_prompts(tokenizer, prompts)
-    seeds = random_bits(seed, Stream.ROLLOUT, torch.arange(len(encoded))).tolist()
+    encoded = _encoded(tokenizer, prompts)
+    seeds = random_bits(seed, Stream.ROLLOUT, _row_index(row_index, len(encoded))).tolist()
     texts: list[str] = []
     rollouts: list[Rollout] = []
     with dense_attention(model), token_bar("generate", is_shown=show_progress) as progress:
@@ -202,6 +158,7 @@ def generate(
                 row_seeds=seeds[start : start + batch_size],
                 attention=facts.family.attention,
                 progress=_shifted(progress, start * max_completion_length, len(encoded) * max_completion_length),
+                record_confidence=return_rollouts,
             )
             texts.extend(tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True))
             rollouts.append(rollout)
@@ -211,7 +168,7 @@ def generate(
 def score(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | Sequence[Sequence[int]],
     completions: Sequence[str] | Sequence[Sequence[int]],
     *,
     mask_law: MaskLaw | None = None,
@@ -224,6 +181,7 @@ def score(
     add_end_token: bool = True,
     batch_size: int = 8,
     seed: int = 0,
+    row_index: Sequence[int] | None = None,
 ) -> CompletionScores:
     """
     Estimate the evidence lower bound of completions, with its standard error.
@@ -233,8 +191,8 @@ def score(
             Model of a known family.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Its tokenizer.
-        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
-            Plain or conversational prompts.
+        prompts (`Sequence[str]` or `Sequence[list[dict]]` or `Sequence[list[int]]`):
+            Plain or conversational prompts, or prompts as token ids.
         completions (`Sequence[str]` or `Sequence[Sequence[int]]`):
             One completion per prompt, as text or as token ids. Tokens after the first end token are not scored.
         mask_law (`str`, *optional*):
@@ -260,6 +218,8 @@ def score(
             Rows per forward pass.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the masks.
+        row_index (`Sequence[int]`, *optional*):
+            Number that keys each row's masks under the seed. Defaults to its place in `prompts`.
 
     Returns:
         [`CompletionScores`]
@@ -272,7 +232,7 @@ def score(
     if len(prompts) != len(completions):
         raise ValueError(f"There are {len(prompts)} prompts but {len(completions)} completions. Pass one for each.")
     facts = model_facts(model, tokenizer)
-    encoded = encode_prompts(tokenizer, prompts)
+    encoded = _encoded(tokenizer, prompts)
     targets = [
         _encode_completion(tokenizer, completion, facts.end_token_ids, add_end_token) for completion in completions
     ]
@@ -303,7 +263,8 @@ def score(
     )
     prompt_ids, is_prompt = left_padded(encoded, pad_token_id=facts.mask_token_id)
     completion_ids, is_completion = right_padded(targets, pad_token_id=facts.mask_token_id)
-    rows = Rows(prompt_ids, is_prompt, completion_ids, is_completion, torch.arange(len(encoded))).to(model.device)
+    index = _row_index(row_index, len(encoded))
+    rows = Rows(prompt_ids, is_prompt, completion_ids, is_completion, index).to(model.device)
     by_draw = score_elbo(model, rows, settings, batch_size=batch_size)  # (B, M)
     if mc_sampling == "complementary" and num_mc_samples > 1:  # the two masks of a pair are not independent
         by_draw = by_draw.unflatten(1, (-1, 2)).mean(dim=-1)
@@ -315,6 +276,16 @@ def score(
         standard_error=spread / num_units**0.5 * num_tokens,
         num_tokens=num_tokens,
     )
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt] | Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Prompts as token ids: left alone where they are ids."""
+    rows: Any = prompts
+    if len(rows) > 0 and not isinstance(rows[0], str) and all(isinstance(token, int) for row in rows for token in row):
+        return [list(row) for row in rows]
+    return encode_prompts(tokenizer, rows)
 
 
 def _encode_completion(
@@ -336,6 +307,14 @@ def _encode_completion(
         raise ValueError(f"completion {completion!r} has no tokens, so there is nothing to score. Leave it out.")
     length = next((index + 1 for index, token in enumerate(ids) if token in end_token_ids), len(ids))
     return ids[:length]
+
+
+def _row_index(row_index: Sequence[int] | None, num_rows: int) -> Tensor:
+    if row_index is None:
+        return torch.arange(num_rows)
+    if len(row_index) != num_rows:
+        raise ValueError(f"row_index has {len(row_index)} entries for {num_rows} prompts. Pass one for each.")
+    return torch.tensor(row_index, dtype=torch.long)
 
 
 def _check_batch_size(batch_size: int) -> None:

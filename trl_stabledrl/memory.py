@@ -438,8 +438,10 @@ def _states(shape: ModelShape, work: Workload, sharding: Sharding) -> tuple[list
 
     host = 0
     if sharding.offloads_optimizer:
-        host += master + states
+        # DeepSpeed 0.19's stage 3 keeps gradients beside the states that they update, and their float32 copies
+        host += master + states + gradients + (4 * trained // share if sharding.is_zero else 0)
         master = states = 0
+        held = {}
     if sharding.offloads_parameters:
         host += parameters
         parameters = 0

@@ -13,12 +13,9 @@ from trl import SFTTrainer
 
 from .batching import EVALUATION_ROWS, left_padded, right_padded, summed
 from .checkpoints import (
+    CheckpointedTrainer,
     CheckpointWriter,
     check_same_checkpoint,
-    check_tensors,
-    checked_resume,
-    describe,
-    load_active_adapter,
     load_run_state,
 )
 from .checks import check_args, check_datasets, revision_of, with_flex_attention
@@ -29,7 +26,7 @@ from .models.facts import model_facts
 from .sft_config import DiffusionSFTConfig
 
 
-class DiffusionSFTTrainer(SFTTrainer):
+class DiffusionSFTTrainer(CheckpointedTrainer, SFTTrainer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """
     Trainer for supervised fine-tuning of masked diffusion models: the loss is the negative Monte Carlo ELBO of the
     completion given the prompt, in nats per completion token of the whole optimizer step.
@@ -191,29 +188,6 @@ class DiffusionSFTTrainer(SFTTrainer):
         finally:
             self.num_rows = num_rows
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ):
-        resume_from_checkpoint = checked_resume(
-            self.args, resume_from_checkpoint, global_step=self.state.global_step, accelerator=self.accelerator
-        )
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-
-    def _get_output_dir(self, trial):
-        return self.checkpoints.output_dir(super()._get_output_dir(trial))
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        if not self.checkpoints.is_open:  # not before it is complete
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save(self, output_dir=None, state_dict=None):
-        check_tensors(self.model, state_dict)
-        describe(self, output_dir)
-        super()._save(output_dir, state_dict)
-
     def _save_checkpoint(self, model, trial):
         step, num_rows = self.begun
         if step != self.state.global_step:  # else a callback saves inside a step, which is then begun anew
@@ -226,10 +200,6 @@ class DiffusionSFTTrainer(SFTTrainer):
             "metrics": self._metrics["train"],
         }
         self.checkpoints.finish(self, staged, state)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_active_adapter(self.model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -24,18 +24,22 @@ from . import _compat
 from .batching import EVALUATION_ROWS, Batch, EpochSampler, gathered, in_row_order, left_padded
 from .checkpoints import (
     ROLLOUTS_FILE,
+    CheckpointedTrainer,
     CheckpointWriter,
     check_same_checkpoint,
     check_settings,
-    check_tensors,
-    checked_resume,
-    describe,
-    load_active_adapter,
     load_rollouts,
     load_run_state,
     save_rollouts,
 )
-from .checks import check_args, check_datasets, check_reference_path, revision_of, with_flex_attention
+from .checks import (
+    check_args,
+    check_datasets,
+    check_num_prompts,
+    check_reference_path,
+    revision_of,
+    with_flex_attention,
+)
 from .core import objective
 from .core.elbo import sandwich
 from .core.noise import Stream, random_bits
@@ -81,11 +85,12 @@ PENDING_SETTINGS = (
     "mask_coupling",
     "mask_sharing",
     "beta",
+    "scale_rewards",
 )
 """Options that rollouts and their scores were made under: a checkpoint with some pending needs them unchanged."""
 
 
-class StableDRLTrainer(GRPOTrainer):
+class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """
     Trainer for StableDRL, reinforcement learning for masked diffusion language models. The method is described in
     [Stabilizing Reinforcement Learning for Diffusion Language Models](https://huggingface.co/papers/2603.06743).
@@ -169,6 +174,7 @@ class StableDRLTrainer(GRPOTrainer):
         # everything that can be wrong is looked at before any weight is loaded
         check_args(args, StableDRLConfig, trainer=type(self).__name__)
         check_datasets(train_dataset, eval_dataset, columns=("prompt",))
+        check_num_prompts(train_dataset, args)
         if not reward_funcs:
             raise ValueError("reward_funcs is empty: pass at least one reward function, as a callable or a model id.")
         if args.beta != 0.0 and not isinstance(model, str) and peft_config is None and not is_peft_model(model):
@@ -221,7 +227,7 @@ class StableDRLTrainer(GRPOTrainer):
     # Rows: which they are, and what belongs to them
 
     def _get_train_sampler(self, dataset=None):
-        return EpochSampler(super()._get_train_sampler(dataset), epoch=lambda: int(self.state.epoch or 0))
+        return EpochSampler(super()._get_train_sampler(dataset), epoch=lambda: self.epoch_number)
 
     @property
     def _group_size(self) -> int:
@@ -636,29 +642,6 @@ class StableDRLTrainer(GRPOTrainer):
         self.num_eval_rows = 0  # the same noise in every evaluation, so that two of them can be compared
         return super().evaluation_loop(*args, **kwargs)
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ):
-        resume_from_checkpoint = checked_resume(
-            self.args, resume_from_checkpoint, global_step=self.state.global_step, accelerator=self.accelerator
-        )
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-
-    def _get_output_dir(self, trial):
-        return self.checkpoints.output_dir(super()._get_output_dir(trial))
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        if not self.checkpoints.is_open:  # not before it is complete
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save(self, output_dir=None, state_dict=None):
-        check_tensors(self.model, state_dict)
-        describe(self, output_dir)
-        super()._save(output_dir, state_dict)
-
     @property
     def _rows_per_micro_step(self) -> int:
         return self.args.per_device_train_batch_size * self.accelerator.num_processes
@@ -685,10 +668,6 @@ class StableDRLTrainer(GRPOTrainer):
             "metrics": self._metrics["train"],
         }
         self.checkpoints.finish(self, staged, state)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_active_adapter(self.model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)

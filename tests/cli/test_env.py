@@ -156,7 +156,7 @@ def test_an_adapter_alone_has_gradients_and_states(name, changes, weights, confi
         ("llada", ["--bach_size", "8"], "unknown key '--bach_size'"),
         ("llada", ["--gpu_memory_gb", "0"], "--gpu_memory_gb 0 must be above 0"),
         ("llada", ["--prompt_length", "-1"], "--prompt_length -1"),
-        ("llada", ["--num_processes", "none"], "--num_processes none"),
+        ("llada", ["--num_processes", "none"], "num_processes none: a whole"),
         ("llada", ["--accelerate_config", "zero9"], "neither a file nor one of"),
     ],
 )
@@ -175,8 +175,7 @@ def test_a_model_that_is_not_on_this_machine_is_one_line(capsys):
     assert main(["env", "--recipe", "llada_8b_gsm8k", "--model_name_or_path", "no-one/nothing"]) == 2
 
     error = capsys.readouterr().err
-    assert "the configuration of no-one/nothing is neither a folder here" in error
-    assert "--model_name_or_path FOLDER" in error
+    assert error.startswith("error: model_name_or_path='no-one/nothing': We couldn't connect to")
     assert len(error.strip().splitlines()) == 1
 
 
@@ -252,7 +251,41 @@ def test_offloading_moves_states_to_the_host(configs):
     planned = plan_recipe("llada_8b_gsm8k", flags)
 
     assert not any(term.name.startswith(("optimizer states", "float32")) for term in planned.plan.terms)
-    assert planned.plan.host_bytes == 12 * LLADA_8B // 8
+    assert not any(term.name == "gradients" for term in planned.plan.terms)
+    # float32 copy, Adam's two states, gradients and their float32 copy
+    assert planned.plan.host_bytes == (4 + 8 + 2 + 4) * LLADA_8B // 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--load_in_4bit", "true"], "load_in_4bit=True without use_peft"),
+        (["--attn_implementation", "nonsense"], "attn_implementation='nonsense' is not known. Use one of 'eager'"),
+        (["--zero_stage", "7", "--use_deepspeed"], "zero_stage 7 is not known. Use 0, 1, 2 or 3"),
+        (["--use_peft", "true", "--lora_target_modules", "nosuch"], "target_modules has 'nosuch', which no module"),
+        (["--gpu_memory_gb", "nan"], "--gpu_memory_gb nan must be above 0"),
+        (["--config_file", "list.yaml"], "list.yaml is no accelerate configuration: it holds a list"),
+        (["--config_file", "none.yaml"], "num_processes 0: a whole number of at least 1"),
+    ],
+)
+def test_what_a_run_would_refuse_the_plan_refuses(flags, message, configs, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.yaml").write_text("[1, 2]")
+    (tmp_path / "none.yaml").write_text("num_processes: 0")
+
+    assert main(["env", "--recipe", "llada_8b_gsm8k", "--model_name_or_path", str(configs["llada"]), *flags]) == 2
+
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_without_a_launch_file_the_plan_is_of_every_visible_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(plan_module, "default_config_file", "nowhere.yaml")
+
+    assert plan_module.launch_from_options([]).sharding.num_processes == 8
+    assert plan_module.launch_from_options(["--num_processes", "2"]).sharding.num_processes == 2
 
 
 def test_the_size_of_the_visible_gpu_is_the_limit(monkeypatch):

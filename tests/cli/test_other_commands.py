@@ -76,12 +76,13 @@ def test_generate_takes_the_options_of_the_function_with_the_same_defaults():
     options = {
         name: parameter.default
         for name, parameter in inspect.signature(trl_stabledrl.generate).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name != "return_rollouts"
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("return_rollouts", "row_index")
     }
     own = {field.name: field.default for field in fields(GenerateArguments)}
 
     assert options.items() <= own.items()
-    assert own.keys() - options.keys() == {"model_name_or_path", "prompt", "use_chat_template", "device", "dtype"}
+    rest = {"model_name_or_path", "prompt", "use_chat_template", "trace", "device", "dtype"}
+    assert own.keys() - options.keys() == rest
 
 
 def test_generate_prints_what_the_function_returns(model_folder, capsys):

@@ -22,10 +22,14 @@ PUBLIC_NAMES = {
     "DiffusionSFTTrainer",
     "StableDRLConfig",
     "StableDRLTrainer",
+    "EvaluationConfig",
+    "TaskEvaluation",
     "__version__",
+    "evaluate",
     "generate",
     "recipes_folder",
     "score",
+    "write_trace",
 }
 
 
@@ -84,7 +88,7 @@ def test_wheel_holds_every_module_recipe_and_the_type_marker(wheel):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "trl_stabledrl").rglob("*.py")}
     recipes = {f"trl_stabledrl/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "recipes").rglob("*.yaml")}
     assert "trl_stabledrl/recipes/quickstart.yaml" in recipes
-    assert shipped == modules | recipes | {"trl_stabledrl/py.typed"}
+    assert shipped == modules | recipes | {"trl_stabledrl/py.typed", "trl_stabledrl/trace.html"}
 
 
 def test_installed_package_is_lazy_and_finds_its_recipes_from_another_folder(installed_python, tmp_path):

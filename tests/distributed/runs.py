@@ -43,7 +43,12 @@ _ZERO3 = {
     "stage3_max_live_parameters": 0,
     "stage3_max_reuse_distance": 0,
 }
-_FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
+_FSDP2 = {
+    "version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "reshard_after_forward": True,
+    "state_dict_type": "FULL_STATE_DICT",
+}
 SHARDING: dict[str, dict[str, Any]] = {
     "none": {},
     "zero2": {"deepspeed": {**_DEEPSPEED, "zero_optimization": {"stage": 2}}},
@@ -196,7 +201,7 @@ def lost(job: Job, rows: Any, elbo: Tensor) -> Tensor:
 _begin = PartialState.__init__
 
 
-def _as_if_with_accelerators(self: PartialState, *args: Any, **kwargs: Any) -> None:
+def as_if_with_accelerators(self: PartialState, *args: Any, **kwargs: Any) -> None:
     """Without any, accelerate ignores what it is told of FSDP, and wraps the model for data parallelism."""
     _begin(self, *args, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU:
@@ -258,7 +263,7 @@ def recorded(job: Job, folder: Path) -> Record:
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ))  # which says what accelerate shards
         if job.sharding == "fsdp2":
-            stack.enter_context(patch.object(PartialState, "__init__", _as_if_with_accelerators))
+            stack.enter_context(patch.object(PartialState, "__init__", as_if_with_accelerators))
         stack.enter_context(patch.object(stabledrl_trainer, "sample", _sampler(job, tokenizer)))
         stack.enter_context(patch.object(stabledrl_trainer, "score_elbo", score_elbo_or_lose))
         if job.token_chunk is not None:

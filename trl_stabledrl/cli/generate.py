@@ -4,7 +4,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, cast, get_args
 
 import torch
 from rich.console import Console
@@ -14,7 +15,8 @@ from ..core.unmasking import Remasking
 from ..inference import generate, sampling_settings
 from ..models.facts import load_tokenizer
 from ..models.families import family_of
-from ..samplers import SamplingSettings, SuppressEos
+from ..samplers import Rollout, SamplingSettings, SuppressEos
+from ..trace import write_trace
 from .console import UserError, blamed_on
 from .job import read_config, show_help
 from .parser import RecipeParser
@@ -24,6 +26,8 @@ INTRO = """
 Complete prompts with a masked diffusion language model.
 
   trl-stabledrl generate --model_name_or_path outputs/llada_8b_gsm8k --prompt "What is 6 times 7?"
+
+With --trace trace.html a page replays in a browser how the tokens were committed.
 """
 
 
@@ -39,6 +43,8 @@ class GenerateArguments:
             One or more prompts.
         use_chat_template (`bool`, *optional*, defaults to `True`):
             Send each prompt as a user's message, when the tokenizer has a chat template.
+        trace (`str`, *optional*):
+            File to write a page to that replays how the tokens were committed.
         device (`str`, *optional*):
             Device of the model. Defaults to a GPU if there is one.
         dtype (`str`, *optional*, defaults to `"auto"`):
@@ -52,6 +58,9 @@ class GenerateArguments:
     use_chat_template: bool = field(
         default=True,
         metadata={"help": "Send each prompt as a user's message, when the tokenizer has a chat template."},
+    )
+    trace: str | None = field(
+        default=None, metadata={"help": "HTML file that replays in a browser how the tokens were committed."}
     )
     max_completion_length: int = field(default=256, metadata={"help": "Tokens of the window."})
     block_length: int | None = field(default=None, metadata={"help": "Tokens per block. Defaults to the family's."})
@@ -86,7 +95,7 @@ class GenerateArguments:
     )
 
 
-_LOADING = ("model_name_or_path", "prompt", "use_chat_template", "device", "dtype")
+_LOADING = ("model_name_or_path", "prompt", "use_chat_template", "trace", "device", "dtype")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -112,6 +121,10 @@ def run(argv: Sequence[str]) -> int:
         raise UserError("model_name_or_path is missing: name a checkpoint, such as GSAI-ML/LLaDA-8B-Instruct.")
     if not arguments.prompt:
         raise UserError('prompt is missing: --prompt "What is 6 times 7?"')
+    if arguments.trace is not None and not Path(arguments.trace).resolve().parent.is_dir():
+        raise UserError(
+            f"trace={arguments.trace!r} is in a folder that does not exist. Make it, or name another file."
+        )
     config, adapter = read_config(path)
     with blamed_on(f"model_name_or_path={path!r}", ValueError, OSError, KeyError):
         family, tokenizer = family_of(config), load_tokenizer(path, adapter, revision=None)
@@ -126,10 +139,17 @@ def run(argv: Sequence[str]) -> int:
     prompts: Any = arguments.prompt
     if tokenizer.chat_template and arguments.use_chat_template:
         prompts = [[{"role": "user", "content": text}] for text in prompts]
-    completions = generate(model, tokenizer, prompts, **options)
+    if arguments.trace is None:
+        completions = generate(model, tokenizer, prompts, **options)
+    else:
+        completions, rollouts = generate(model, tokenizer, prompts, return_rollouts=True, **options)
+        with blamed_on(f"trace={arguments.trace!r}", OSError):
+            write_trace(arguments.trace, model, tokenizer, prompts, cast(list[Rollout], rollouts))
     console = Console(highlight=False)
     for prompt, completion in zip(arguments.prompt, completions, strict=True):
         if len(arguments.prompt) > 1:
             console.print(f"> {prompt}", style="bold cyan", markup=False, soft_wrap=True)
         console.print(completion, markup=False, soft_wrap=True)
+    if arguments.trace is not None:  # not among the completions, which may go into a file
+        Console(stderr=True, highlight=False).print(f"Trace: {arguments.trace}", markup=False, soft_wrap=True)
     return 0

@@ -29,8 +29,9 @@ from .. import __version__
 from .._compat import shapes_only
 from ..checks import check_dataset, check_output_dir
 from ..data import TASKS, Task
+from ..evaluation import TaskEvaluation, plan_evaluation, training_evaluation_config
 from ..models.adapters import Adapter, adapter_at, checked_peft_config
-from ..models.facts import load_tokenizer
+from ..models.facts import load_tokenizer, model_facts
 from ..models.families import Family, check_vocabulary, end_token_ids_of, family_of, mask_token_id_of
 from .console import UserError, blamed_on, counted
 from .launch import require
@@ -56,6 +57,12 @@ class JobArguments(ScriptArguments):
             Prompts of the task to train on. Defaults to the task's: all of a dataset, 512 generated ones.
         num_eval_prompts (`int`, *optional*):
             Held-out prompts of the task, when `eval_strategy` asks for evaluations.
+        eval_task (`str`, *optional*):
+            A task to measure accuracy on, at step 0, every `eval_steps` and at the end: [`TaskEvaluation`].
+        num_eval_task_prompts (`int`, *optional*):
+            Prompts of its test split. Defaults to 128.
+        eval_task_temperature (`float`, *optional*):
+            Temperature of its completions. Defaults to 0, greedy.
         dry_run (`bool`, *optional*, defaults to `False`):
             Check everything that needs no weights, print what would be run, and stop.
     """
@@ -76,6 +83,16 @@ class JobArguments(ScriptArguments):
     )
     num_eval_prompts: int | None = field(
         default=None, metadata={"help": "Held-out prompts of the task, when eval_strategy is set."}
+    )
+    eval_task: str | None = field(
+        default=None,
+        metadata={"help": "Measure accuracy on this task at step 0 and every eval_steps.", "choices": [*TASKS]},
+    )
+    num_eval_task_prompts: int | None = field(
+        default=None, metadata={"help": "Prompts of eval_task, of its test split. Defaults to 128."}
+    )
+    eval_task_temperature: float | None = field(
+        default=None, metadata={"help": "Temperature of the completions for eval_task. Defaults to 0, greedy."}
     )
     dry_run: bool = field(
         default=False, metadata={"help": "Check everything that needs no weights, print the plan, and stop."}
@@ -185,7 +202,7 @@ class Model:
             (
                 "model",
                 f"{self.path if self.adapter is None else self.adapter.base}: {self.family.name}, "
-                f"{_short(num_parameters)} parameters",
+                f"{short(num_parameters)} parameters",
             ),
             *([] if self.adapter is None else [("adapter", f"{self.path}, trained further")]),
             ("tokens", f"mask {mask}, end {ends}, chat template {'yes' if self.tokenizer.chat_template else 'no'}"),
@@ -246,12 +263,13 @@ def read_config(
         return AutoConfig.from_pretrained(adapter.base, revision=adapter.base_revision), adapter
 
 
-def check_quantization(model_args: ModelConfig, adapter: Adapter | None) -> None:
+def check_quantization(model_args: ModelConfig, adapter: Adapter | None, *, needs_library: bool = True) -> None:
     """Raise where weights would be quantised that nothing could be trained on, or by what is not installed."""
     for name in ("load_in_4bit", "load_in_8bit"):
         if not vars(model_args)[name]:
             continue
-        require("bitsandbytes", extra="qlora", used_by=name)
+        if needs_library:
+            require("bitsandbytes", extra="qlora", used_by=name)
         if not model_args.use_peft and adapter is None:
             raise UserError(
                 f"{name}=True without use_peft: quantised weights cannot be trained, only an adapter beside them. Set "
@@ -385,6 +403,45 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def task_evaluation(arguments: JobArguments, training_args: Any, model: Model) -> dict[str, Any] | None:
+    """
+    Options of the evaluation on `eval_task`, looked at before any weight is loaded.
+
+    Args:
+        arguments ([`JobArguments`]):
+            Name the task.
+        training_args ([`~transformers.TrainingArguments`]):
+            When, and how completions are decoded.
+        model ([`Model`]):
+            From [`look_at_model`].
+
+    Returns:
+        `dict` or `None`:
+            Arguments of [`TaskEvaluation`] behind the trainer, if one is asked for.
+    """
+    given = {"limit": arguments.num_eval_task_prompts, "temperature": arguments.eval_task_temperature}
+    given = {name: value for name, value in given.items() if value is not None}
+    if arguments.eval_task is None:
+        for name in ("num_eval_task_prompts", "eval_task_temperature"):
+            if vars(arguments)[name] is not None:
+                raise UserError(f"{name} belongs to eval_task, but none is set. Set eval_task, or leave {name} out.")
+        return None
+    options = {"task": arguments.eval_task, **given}
+    with blamed_on(f"eval_task={arguments.eval_task!r}", ValueError, OSError, DatasetsError):
+        plan_evaluation(model_facts(model.path, model.tokenizer), training_evaluation_config(training_args, **options))
+    return options
+
+
+def task_evaluation_facts(options: dict[str, Any] | None, training_args: Any) -> list[tuple[str, str]]:
+    """Line of the summary about the evaluation on `eval_task`."""
+    if options is None:
+        return []
+    config = training_evaluation_config(training_args, **options)
+    how = "greedy" if config.temperature == 0 else f"temperature {config.temperature:g}"
+    when = f"at step 0, every {training_args.eval_steps:g} and at the end"
+    return [("evaluation", f"{config.task}, {counted(config.limit or 0, 'test prompt')}, {how}, {when}")]
+
+
 class SaveResolvedConfig(TrainerCallback):
     """
     Writes the resolved configuration into the output folder and beside each checkpoint, on the main process.
@@ -416,6 +473,12 @@ def _write_beside_older(path: Path, text: str) -> None:
             number += 1
         path.rename(path.with_suffix(f".{number}.yaml"))
     path.write_text(text)
+
+
+def add_task_evaluation(trainer: Any, options: dict[str, Any] | None) -> None:
+    """Have the trainer evaluate, with options from [`task_evaluation`]."""
+    if options is not None:
+        trainer.add_callback(TaskEvaluation(trainer, **options))
 
 
 def train_and_save(trainer: Any, arguments: JobArguments) -> None:
@@ -483,7 +546,8 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _short(number: int) -> str:
+def short(number: int) -> str:
+    """A number of parameters: `8.0 B`."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.1f} {letter}"

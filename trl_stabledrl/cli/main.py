@@ -17,11 +17,12 @@ COMMANDS = {
     "quickstart": "watch a tiny model learn a task on this machine, in minutes",
     "train": "improve a model by StableDRL, from a recipe",
     "sft": "supervised masked-diffusion training, for warm starts",
+    "eval": "score a checkpoint or adapter on tasks; `eval compare A B` compares",
     "generate": "complete prompts with a checkpoint",
     "merge": "merge a LoRA adapter into its base model, as one checkpoint",
     "env": "print versions and devices, or what memory a recipe takes",
 }
-_LAUNCHED = ("train", "sft")
+_LAUNCHED = ("train", "sft", "eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +53,7 @@ def _run(argv: list[str]) -> int:
         raise UserError(f"unknown command '{command}'. Did you mean '{nearest}'? Commands: {', '.join(COMMANDS)}.")
     # imported when asked for: TRL and the trainers take seconds
     module = import_module(f".{command}", __package__)
-    if command in _LAUNCHED:
+    if command in _LAUNCHED and rest[:1] != ["compare"]:
         from .launch import launch, needs_launcher
         from .parser import HELP_FLAGS
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trl-stabledrl merge`: a LoRA adapter and its base model as one whole checkpoint."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,9 @@ def run(argv: Sequence[str]) -> int:
         merged: Any = PeftModel.from_pretrained(model, adapter.path).merge_and_unload(safe_merge=True)
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    card = Path(adapter.path, "README.md")
+    if card.is_file():  # with the method's citation
+        shutil.copyfile(card, folder / card.name)
     text = f"Merged {adapter.path} into {base}, {merged.dtype}: {folder}".replace("torch.", "")
     Console(highlight=False).print(text, markup=False, soft_wrap=True)
     return 0

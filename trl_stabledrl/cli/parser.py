@@ -175,6 +175,7 @@ _SHORT_HELP = {
     "attn_implementation": "Such as sdpa or eager.",
     "beta": "Weight of the KL to the reference model; 0 loads none.",
     "dtype": "Data type of the weights.",
+    "eval_steps": "Optimizer steps between two evaluations.",
     "gradient_accumulation_steps": "Micro-steps per optimizer step.",
     "learning_rate": "Largest learning rate.",
     "lora_r": "Rank of the LoRA adapter.",
@@ -280,14 +281,22 @@ def show_fields(console: Console, title: str, rows: Iterable[tuple[type, str]]) 
     table.add_column(overflow="fold")
     for kind, name in rows:
         by_name: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}
-        table.add_row(f"--{name}", _description(by_name[name], get_type_hints(kind)[name]))
+        text = _description(by_name[name], get_type_hints(kind)[name], is_ours=_is_ours(kind, name))
+        table.add_row(f"--{name}", text)
     console.print(Text(title, style="bold"))
     console.print(table)
     console.print()
 
 
-def _description(field: "Field[Any]", hint: Any) -> Text:
-    help_text = _SHORT_HELP.get(field.name) or " ".join(str(field.metadata.get("help", "")).split())
+def _is_ours(kind: type, name: str) -> bool:
+    """Whether the class of this package, and not of a host library, declares the field."""
+    declaring = next(one for one in kind.__mro__ if name in vars(one).get("__annotations__", {}))
+    return declaring.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _description(field: "Field[Any]", hint: Any, *, is_ours: bool) -> Text:
+    short_help = None if is_ours else _SHORT_HELP.get(field.name)
+    help_text = short_help or " ".join(str(field.metadata.get("help", "")).split())
     text = Text(help_text)
     literals = [choice for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for choice in get_args(kind)]
     choices = [str(choice) for choice in field.metadata.get("choices", literals)]

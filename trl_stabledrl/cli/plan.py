@@ -16,16 +16,16 @@ from accelerate.commands.config.config_args import default_config_file
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from trl import DatasetMixtureConfig, ModelConfig, get_peft_config
 
 from ..memory import PHASES, MemoryPlan, Phase, Sharding, memory_plan, model_shape, workload_of
-from ..models.adapters import Adapter, adapter_at, checked_peft_config
-from ..models.bidirectional import BLOCK_ATTENTION
+from ..models.adapters import Adapter, checked_peft_config
+from ..models.bidirectional import ATTENTION, BLOCK_ATTENTION
 from ..models.families import Family, family_of
 from ..stabledrl_config import StableDRLConfig
 from .console import UserError, blamed_on, checking, counted, show_facts
-from .job import Model
+from .job import Model, check_quantization, read_config, short
 from .launch import find_accelerate_config, launch_names
 from .parser import ACCELERATE_CONFIG, RecipeParser, find_recipe, read_recipe
 from .train import TrainArguments, make_parser
@@ -103,6 +103,8 @@ def _zero_sharding(config: Mapping[str, Any], num_processes: int) -> Sharding:
         name: str((zero.get(name) or {}).get("device") or "none") != "none"
         for name in ("offload_optimizer", "offload_param")
     }
+    if str(zero["stage"]) not in ("0", "1", "2", "3"):
+        raise UserError(f"zero_stage {zero['stage']} is not known. Use 0, 1, 2 or 3.")
     stage = int(zero["stage"])
     backend: Any = "ddp" if stage == 0 else f"zero{stage}"
     bucket = zero.get("reduce_bucket_size")
@@ -147,10 +149,15 @@ def launch_from_options(options: Sequence[str]) -> Launch:
     if path is not None:
         with blamed_on(str(path), OSError, yaml.YAMLError):
             config = yaml.safe_load(Path(path).read_text()) or {}
+        if not isinstance(config, dict):
+            raise UserError(f"{path} is no accelerate configuration: it holds a {type(config).__name__}, not keys.")
     config |= {name: values[name] for name in ("num_processes", "use_cpu", "cpu") if name in values}
     config["use_cpu"] = _is_true(config.pop("cpu", config.get("use_cpu")))
-    if not str(config.get("num_processes") or 1).isdigit() or int(config.get("num_processes") or 1) < 1:
-        raise UserError(f"--num_processes {config['num_processes']}: a whole number of at least 1 is needed.")
+    if path is None and "num_processes" not in config and not config["use_cpu"]:
+        config["num_processes"] = max(1, torch.cuda.device_count())  # as the launcher would
+    num_processes = 1 if config.get("num_processes") is None else config["num_processes"]
+    if not str(num_processes).isdigit() or int(num_processes) < 1:
+        raise UserError(f"num_processes {num_processes}: a whole number of at least 1 is needed.")
     if _is_true(values.get("use_deepspeed")):
         config["distributed_type"] = "DEEPSPEED"
     if _is_true(values.get("use_fsdp")):
@@ -305,9 +312,9 @@ def plan_of(
         )
     elif work.num_draws > 1:
         tokens += f", {work.num_draws} draws in one graph"
-    trained = "all of them trained" if peft_config is None else f"{_short(shape.num_trained)} trained"
+    trained = "all of them trained" if peft_config is None else f"{short(shape.num_trained)} trained"
     facts = [
-        ("model", f"{family.name}, {_short(shape.num_parameters)} parameters, {trained}"),
+        ("model", f"{family.name}, {short(shape.num_parameters)} parameters, {trained}"),
         ("launch", launch.description),
         ("precision", f"weights {8 * parameter_bytes} bit, passes {8 * work.compute_bytes} bit, {attention}"),
         ("rows", f"{work.num_rows} per pass and process, {work.num_rollout_rows} per rollout and process"),
@@ -317,6 +324,10 @@ def plan_of(
 
 
 def _check_attention(attention: str, family: Family, *, on_cpu: bool) -> None:
+    if attention not in ATTENTION and "/" not in attention:  # which names a kernel on the Hub
+        raise UserError(
+            f"attn_implementation={attention!r} is not known. Use one of {', '.join(map(repr, ATTENTION))}."
+        )
     if family.attention == "block" and attention not in BLOCK_ATTENTION:
         raise UserError(
             f"attn_implementation={attention!r} cannot attend by blocks, as {family.name} does. Use "
@@ -326,24 +337,6 @@ def _check_attention(attention: str, family: Family, *, on_cpu: bool) -> None:
         raise UserError(
             "attn_implementation='flex_attention' has no backward pass on a CPU. Use 'sdpa', or leave it out."
         )
-
-
-def read_config(path: str) -> tuple[PreTrainedConfig, Adapter | None]:
-    """Configuration of a model or of an adapter's base, from a folder, the Hub's cache or the Hub."""
-    if not path:
-        raise UserError("model_name_or_path is missing: name a checkpoint, such as GSAI-ML/LLaDA-8B-Instruct.")
-    adapter = adapter_at(path) if Path(path).is_dir() else None
-    base, revision = (path, None) if adapter is None else (adapter.base, adapter.base_revision)
-    try:
-        return AutoConfig.from_pretrained(base, revision=revision), adapter
-    except OSError as error:
-        raise UserError(
-            f"the configuration of {base} is neither a folder here nor in the Hub's cache, and the Hub cannot be "
-            "reached or does not have it. Pass --model_name_or_path FOLDER with its config.json, or fetch that where "
-            f"there is a network: hf download {base} config.json"
-        ) from error
-    except ValueError as error:  # no model type, or one that Transformers does not know
-        raise UserError(f"model_name_or_path {base}: {error}") from error
 
 
 def plan_recipe(recipe: str, flags: Sequence[str], *, prompt_length: int = PROMPT_LENGTH) -> Planned:
@@ -372,7 +365,11 @@ def plan_recipe(recipe: str, flags: Sequence[str], *, prompt_length: int = PROMP
     with checking():
         # a machine without a GPU refuses bf16, unless it is told to stay on the CPU
         _, args, model_args, _ = parser.parse([*own, "--use_cpu", "true"])
-        config, adapter = read_config(model_args.model_name_or_path or "")
+        path = model_args.model_name_or_path
+        if not path:
+            raise UserError("model_name_or_path is missing: name a checkpoint, such as GSAI-ML/LLaDA-8B-Instruct.")
+        config, adapter = read_config(path, revision=model_args.model_revision)
+        check_quantization(model_args, adapter, needs_library=False)
         family = family_of(config)
         asked = get_peft_config(model_args)
         peft_config = checked_peft_config(asked, adapter=None, family=family, config=config)
@@ -437,7 +434,7 @@ def show_plan(recipe: str, flags: Sequence[str], *, prompt_length: int, gpu_memo
 def capacity(launch: Launch, gpu_memory_gb: float | None) -> float | None:
     """GB of a process's device; None where a run on the CPU has no such limit."""
     if gpu_memory_gb is not None:
-        if gpu_memory_gb <= 0:
+        if not 0 < gpu_memory_gb < float("inf"):
             raise UserError(f"--gpu_memory_gb {gpu_memory_gb:g} must be above 0.")
         return gpu_memory_gb
     if launch.on_cpu:
@@ -536,10 +533,3 @@ def _peft_config_of(adapter: Adapter) -> Any:
     from peft import PeftConfig
 
     return PeftConfig.from_pretrained(adapter.path)
-
-
-def _short(number: int) -> str:
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.1f} {letter}"
-    return str(number)

@@ -17,6 +17,7 @@ from .job import (
     JobArguments,
     SaveResolvedConfig,
     adapter_config,
+    add_task_evaluation,
     check_folders,
     check_rows,
     find_task,
@@ -26,6 +27,8 @@ from .job import (
     resolved_yaml,
     set_model_options,
     show_help,
+    task_evaluation,
+    task_evaluation_facts,
     train_and_save,
 )
 from .launch import launch_names
@@ -51,6 +54,7 @@ _COMMON_FIELDS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "eval_strategy",
+    "eval_steps",
     "save_steps",
     "resume_from_checkpoint",
     "report_to",
@@ -74,7 +78,7 @@ def help_groups() -> list[tuple[str, type, Sequence[str]]]:
     """Fields that `--help` shows."""
     inherited = {f.name for f in fields(SFTConfig)}
     own = [f.name for f in fields(DiffusionSFTConfig) if f.name not in inherited]
-    script = ["task", "dataset_name", "num_train_prompts", "num_eval_prompts", "dry_run"]
+    script = ["task", "dataset_name", "num_train_prompts", "num_eval_prompts", "eval_task", "dry_run"]
     model = ["model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r"]
     return [
         ("Model", ModelConfig, model),
@@ -108,8 +112,10 @@ def run(argv: Sequence[str]) -> int:
         model = look_at_model(model_args, training_args, rows=train)
         peft_config = adapter_config(model_args, model)
         training_args.resolve(model.family)
+        evaluation = task_evaluation(arguments, training_args, model)
     if is_main_process():
         facts = [*model.facts(), *_plan(training_args, train, held_out)]
+        facts += task_evaluation_facts(evaluation, training_args)
         show_facts(DRY_RUN_TITLE if arguments.dry_run else "Masked-diffusion SFT", facts)
     if arguments.dry_run:
         return 0
@@ -127,6 +133,7 @@ def run(argv: Sequence[str]) -> int:
         quantization_config=get_quantization_config(model_args),
         peft_config=peft_config,
     )
+    add_task_evaluation(trainer, evaluation)
     train_and_save(trainer, arguments)
     return 0
 

@@ -11,6 +11,7 @@ from typing import Any
 from datasets import Dataset
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_quantization_config
 
+from ..checks import check_num_prompts
 from ..rewards import BUILTIN_REWARDS, RewardFunc, load_reward
 from ..stabledrl_config import StableDRLConfig
 from .console import UserError, checking, counted, run_cleanly, show_facts
@@ -19,6 +20,7 @@ from .job import (
     JobArguments,
     SaveResolvedConfig,
     adapter_config,
+    add_task_evaluation,
     check_folders,
     check_rows,
     find_task,
@@ -28,6 +30,8 @@ from .job import (
     resolved_yaml,
     set_model_options,
     show_help,
+    task_evaluation,
+    task_evaluation_facts,
     train_and_save,
 )
 from .launch import launch_names, require
@@ -61,6 +65,7 @@ _COMMON_FIELDS = (
     "temperature",
     "beta",
     "eval_strategy",
+    "eval_steps",
     "save_steps",
     "resume_from_checkpoint",
     "report_to",
@@ -104,7 +109,7 @@ def help_groups() -> list[tuple[str, type, Sequence[str]]]:
     inherited = {f.name for f in fields(GRPOConfig)}
     own = [f.name for f in fields(StableDRLConfig) if f.name not in inherited]
     own.insert(own.index("ratio_cap"), "epsilon")
-    script = ["task", "reward_funcs", "dataset_name", "num_train_prompts", "num_eval_prompts", "dry_run"]
+    script = ["task", "reward_funcs", "dataset_name", "num_train_prompts", "num_eval_prompts", "eval_task", "dry_run"]
     model = ["model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r"]
     return [
         ("Model", ModelConfig, model),
@@ -186,9 +191,12 @@ def run(argv: Sequence[str]) -> int:
         model = look_at_model(model_args, training_args, rows=train, padding_side="left", truncation_side="left")
         peft_config = adapter_config(model_args, model)
         training_args.resolve(model.family)
+        check_num_prompts(train, training_args)
+        evaluation = task_evaluation(arguments, training_args, model)
     text = resolved_yaml(parser, training_args, resolved=_FAMILY_FIELDS)
     if is_main_process():
         facts = [*model.facts(), *_plan(training_args, train, held_out, rewards)]
+        facts += task_evaluation_facts(evaluation, training_args)
         if arguments.dry_run:
             from .plan import dry_run_facts  # imports this module
 
@@ -211,6 +219,7 @@ def run(argv: Sequence[str]) -> int:
         quantization_config=get_quantization_config(model_args),
         peft_config=peft_config,
     )
+    add_task_evaluation(trainer, evaluation)
     train_and_save(trainer, arguments)
     return 0
 

@@ -4,11 +4,13 @@
 
 import copy
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import is_peft_model
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import find_adapter_config_file
@@ -197,6 +199,31 @@ def checked_peft_config(
         )
     peft_config = with_default_targets(peft_config, family)
     check_peft_config(peft_config, config)
+    return _with_known_targets(peft_config, family, config)
+
+
+def _with_known_targets(peft_config: "PeftConfig", family: Family, config: PreTrainedConfig) -> "PeftConfig":
+    """
+    Raise where no module is called as `target_modules` says.
+
+    A string is a pattern to PEFT; TRL makes one of a list with one name, which as a pattern matches nothing.
+    """
+    targets = vars(peft_config).get("target_modules") or ()
+    if targets == "all-linear":
+        return peft_config
+    with shapes_only():
+        modules = [name for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
+    if isinstance(targets, str):
+        if any(re.fullmatch(targets, name) for name in modules):
+            return peft_config
+        peft_config = copy.deepcopy(peft_config)
+        targets = vars(peft_config)["target_modules"] = {targets}
+    for target in sorted(targets):
+        if not any(f".{name}".endswith(f".{target}") for name in modules):
+            raise ValueError(
+                f"target_modules has {target!r}, which no module of the model is called. The projections of "
+                f"{family.name} are {', '.join(family.lora_target_modules)}."
+            )
     return peft_config
 
 
@@ -229,7 +256,14 @@ def check_adapter_tensors(
         name: tuple(tensor.shape)
         for name, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
     }
-    found = {name: tuple(tensor.shape) for name, tensor in load_peft_weights(path, "cpu", revision=revision).items()}
+    try:
+        weights = load_peft_weights(path, "cpu", revision=revision)
+    except SafetensorError as error:
+        raise ValueError(
+            f"The weights of the adapter {path} cannot be read ({error}): the file is cut off or damaged. Copy it "
+            "again."
+        ) from error
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in sorted(expected.keys() & found.keys()):
         if found[name] != expected[name]:
             raise ValueError(

@@ -239,6 +239,9 @@ class SelectedPositionsMixin(CheckedLoadingMixin):
 BLOCK_ATTENTION = ("eager", "sdpa", "flex_attention")
 """Attention implementations that take the mask of block diffusion."""
 
+ATTENTION = (*BLOCK_ATTENTION, "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Those of Transformers."""
+
 
 def check_block_attention(config: PreTrainedConfig) -> None:
     r"""

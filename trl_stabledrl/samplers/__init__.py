@@ -23,6 +23,7 @@ def sample(
     attention: Attention,
     progress: Callable[[int, int], None] | None = None,
     any_rank_active: Callable[[bool], bool] | None = None,
+    record_confidence: bool = False,
 ) -> Rollout:
     """
     Decode one completion per row with the sampler of a model's attention.
@@ -48,6 +49,8 @@ def sample(
             Called after each step with the positions decided so far and in total.
         any_rank_active (`Callable[[bool], bool]`, *optional*):
             Says whether any rank has rows left, given whether this one has.
+        record_confidence (`bool`, *optional*, defaults to `False`):
+            Whether to keep the confidence of each committed token.
 
     Returns:
         [`Rollout`]: Completions, trajectory and counters.
@@ -63,6 +66,7 @@ def sample(
         row_seeds=row_seeds,
         progress=progress,
         any_rank_active=any_rank_active,
+        record_confidence=record_confidence,
     )
 
 

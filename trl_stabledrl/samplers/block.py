@@ -28,6 +28,7 @@ def sample_block(
     row_seeds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
     any_rank_active: Callable[[bool], bool] | None = None,
+    record_confidence: bool = False,
 ) -> Rollout:
     """
     Decode one completion per row, block by block, each block with the finished ones in a cache.
@@ -62,6 +63,8 @@ def sample_block(
         any_rank_active (`Callable[[bool], bool]`, *optional*):
             Says whether any rank has work in the coming forward pass, given whether this one has. With parameters
             sharded over ranks every forward is a collective: a rank without work runs empty ones until all are done.
+        record_confidence (`bool`, *optional*, defaults to `False`):
+            Whether to keep the confidence of each committed token.
 
     Returns:
         [`Rollout`]: Completions, trajectory and counters.
@@ -81,6 +84,7 @@ def sample_block(
         end_token_ids=end_token_ids,
         settings=settings,
         row_seeds=row_seeds,
+        record_confidence=record_confidence,
     )
     context = _Context(decoding, model, lengths - block_offset)
     total = len(prompts) * settings.max_completion_length

@@ -157,6 +157,11 @@ class Rollout:
             Tokens committed, those of the end blocks past the end token included.
         num_row_steps (`int`):
             Denoising steps, summed over rows: tokens per forward are `num_decoded / num_row_steps`.
+        settings ([`SamplingSettings`], *optional*):
+            How it was decoded.
+        confidence (`torch.Tensor`, *optional*):
+            `(B, W)` float32 confidence in each token when it was committed, before `suppress_eos` held any back; what
+            it measures is `settings.remasking`. NaN where never decoded. Only where it was asked for.
     """
 
     completion_ids: list[list[int]]
@@ -169,6 +174,8 @@ class Rollout:
     num_tokens: int
     num_decoded: int
     num_row_steps: int
+    settings: SamplingSettings | None = None
+    confidence: Tensor | None = None
 
 
 def validate_trajectory(
@@ -298,6 +305,8 @@ class Decoding:
             How to decode.
         row_seeds (`Sequence[int]`):
             Seed of each row's own generator.
+        record_confidence (`bool`, *optional*, defaults to `False`):
+            Whether to keep the confidence of each committed token.
     """
 
     def __init__(
@@ -309,6 +318,7 @@ class Decoding:
         end_token_ids: Sequence[int],
         settings: SamplingSettings,
         row_seeds: Sequence[int],
+        record_confidence: bool = False,
     ) -> None:
         device = text_ids.device
         column = torch.arange(text_ids.shape[1], device=device)
@@ -321,6 +331,9 @@ class Decoding:
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in row_seeds]
         self.is_masked = (column >= block_offset[:, None]) & (column < stop[:, None])  # (B, T) still to be decided
         self.commit_step = torch.full_like(text_ids, -1)
+        self.confidence: Tensor | None = None  # (B, T)
+        if record_confidence:
+            self.confidence = torch.full_like(text_ids, torch.nan, dtype=torch.float32)
         self.is_broken = torch.zeros(len(text_ids), dtype=torch.bool, device=device)
         self.head = SamplingHead(
             settings, mask_token_id, tuple(end_token_ids) if settings.suppress_eos == "sampling" else ()
@@ -383,6 +396,7 @@ class Decoding:
         block_confidence = confidence.new_zeros(is_masked.shape)
         block_confidence[is_masked] = confidence
         self.is_broken[rows] |= ~block_confidence.isfinite().all(dim=-1)
+        sampled_confidence = block_confidence
         if settings.suppress_eos == "early_commit":
             is_end = torch.isin(block_tokens, self.end_token_ids)
             block_confidence = block_confidence.masked_fill(is_end, -torch.inf)
@@ -395,6 +409,8 @@ class Decoding:
         self.text_ids[rows, block] = torch.where(is_committed, block_tokens, self.text_ids[rows, block])
         self.commit_step[rows, block] = self.commit_step[rows, block].masked_fill(is_committed, self.step)
         self.is_masked[rows, block] = is_masked & ~is_committed
+        if self.confidence is not None:
+            self.confidence[rows, block] = torch.where(is_committed, sampled_confidence, self.confidence[rows, block])
         self.num_vocab_positions += sum(self.num_masked)
         self.num_row_steps += len(self.busy)
         self.num_decided += int(is_committed.sum())
@@ -427,6 +443,8 @@ class Decoding:
             num_tokens=sum(len(ids) for ids in completion_ids),
             num_decoded=int((commit_step >= 0).sum()),
             num_row_steps=self.num_row_steps,
+            settings=self.settings,
+            confidence=None if self.confidence is None else self.confidence.gather(1, window),
         )
         validate_trajectory(
             rollout,

@@ -23,6 +23,7 @@ def sample_full(
     row_seeds: Sequence[int],
     progress: Callable[[int, int], None] | None = None,
     any_rank_active: Callable[[bool], bool] | None = None,
+    record_confidence: bool = False,
 ) -> Rollout:
     """
     Decode one completion per row, block by block, with the whole window in view.
@@ -52,6 +53,8 @@ def sample_full(
         any_rank_active (`Callable[[bool], bool]`, *optional*):
             Says whether any rank has rows left, given whether this one has. With parameters sharded over ranks every
             forward is a collective: a rank that is done runs empty ones until all are.
+        record_confidence (`bool`, *optional*, defaults to `False`):
+            Whether to keep the confidence of each committed token.
 
     Returns:
         [`Rollout`]: Completions, trajectory and counters.
@@ -67,6 +70,7 @@ def sample_full(
         end_token_ids=end_token_ids,
         settings=settings,
         row_seeds=row_seeds,
+        record_confidence=record_confidence,
     )
     while True:
         is_active = decoding.advance()

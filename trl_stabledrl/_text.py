@@ -5,7 +5,10 @@
 
 import re
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# A number needs no braces, as in `\boxed72`; TeX would box its first digit, which is not what the writer meant
+_BOX = re.compile(
+    r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9]{1,50}(?:[.,][0-9]{1,50}){0,20})(?=[\s$.,;:?*<]|\\[)\]]|\Z))"
+)
 
 
 def last_boxed(text: str) -> str | None:
@@ -21,11 +24,14 @@ def last_boxed(text: str) -> str | None:
             Content without the outer braces, `""` where the last box never closes (an earlier box is not an answer
             the writer stood by), `None` where there is no box.
     """
-    start = None
+    box = None
     for match in _BOX.finditer(text):
-        start = match.end()
-    if start is None:
+        box = match
+    if box is None:
         return None
+    if box["bare"] is not None:
+        return box["bare"]
+    start = box.end()
     depth, position = 1, start
     while position < len(text):
         character = text[position]

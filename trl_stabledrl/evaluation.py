@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +72,7 @@ class EvaluationPlan:
         prompt_ids (`list[list[int]]`):
             Their prompts.
         item_hashes (`list[str]`):
-            Of their answer columns.
+            Of their prompts and answer columns.
         decoding (`dict[int, SamplingSettings]`):
             How each length is decoded.
         settings (`dict`):
@@ -159,8 +159,10 @@ def plan_evaluation(
             "no chat template. Set tokenizer.chat_template and save it beside the model."
         )
     prompt_ids = encode_prompts(facts.tokenizer, rows["prompt"], template_options=template_options)
-    answers = rows.remove_columns("prompt")
-    item_hashes = [hash_of(row)[:16] for row in answers.to_list()]
+    # with the prompt, since items may have their answers in common; in one style, so that styles can be compared
+    style = task.prompt_styles[0] if task.prompt_styles else None
+    alike = rows if config.prompt_style == style else _load_items(task, replace(config, prompt_style=style))[0]
+    item_hashes = [hash_of(row)[:16] for row in alike.to_list()]
     by_length = {
         name: {str(length): vars(settings)[name] for length, settings in decoding.items()}
         for name in ("block_length", "num_denoising_steps")
@@ -496,7 +498,10 @@ def check_output_dir(folder: str, settings: dict[str, Any]) -> None:
     if not (path / SETTINGS_FILE).is_file():
         first = sorted(entry.name for entry in path.iterdir())[0]
         raise ValueError(f"output_dir={folder!r} holds {first} and no evaluation. {remedy}.")
-    begun = json.loads((path / SETTINGS_FILE).read_text())
+    try:
+        begun = json.loads((path / SETTINGS_FILE).read_text())
+    except ValueError as error:
+        raise ValueError(f"output_dir={folder!r} holds a damaged {SETTINGS_FILE} ({error}). {remedy}.") from error
     wanted = json.loads(json.dumps(settings))
     differing = [
         f"{name} was {_short(begun.get(name))} and is {_short(value)}"

@@ -123,10 +123,11 @@ class EvaluationConfig:
                 f"max_completion_length={' '.join(map(str, lengths)) or 'nothing'} must be one or more different "
                 "whole numbers of at least 1, such as 128 256 512."
             )
-        for name in ("limit", "num_samples", "num_resamples", "batch_size"):
+        lowest = {"limit": 1, "num_samples": 1, "num_resamples": 1, "batch_size": 1, "seed": 0}
+        for name, least in lowest.items():
             value = vars(self)[name]
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
         if self.num_samples > 1 and self.temperature == 0 and self.remasking != "random":
             raise ValueError(
                 f"num_samples={self.num_samples} with temperature=0: greedy completions of an item are all the same. "

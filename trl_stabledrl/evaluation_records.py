@@ -41,7 +41,7 @@ class CompletionRecord:
         sample (`int`):
             Which of the item's samples it is.
         item_hash (`str`):
-            Of the item's answer columns: two runs are compared item by item where it is the same.
+            Of the item's prompt and answer columns: two runs are compared item by item where it is the same.
         completion (`str`):
             Text without special tokens, as the grader saw it.
         num_tokens (`int`):

@@ -25,7 +25,7 @@ from .evaluation_records import (
 )
 
 COLORS = ("#0b6e4f", "#c8553d", "#3d5a98", "#b8860b", "#6b4c9a", "#5f6b6d")
-_SAME_ITEMS = ("task", "split", "source", "data_seed")
+_SAME_ITEMS = ("task", "split", "data_seed")
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,9 @@ def load_runs(folders: Sequence[str]) -> list[Run]:
     runs = []
     for folder, name in zip(folders, names, strict=True):
         path = Path(folder)
-        if not (path / RESULTS_FILE).is_file():
-            problem = "is no folder" if not path.is_dir() else f"holds no {RESULTS_FILE}"
+        missing = [file for file in (RESULTS_FILE, SPEED_FILE, COMPLETIONS_FILE) if not (path / file).is_file()]
+        if missing:
+            problem = "is no folder" if not path.is_dir() else f"holds no {missing[0]}"
             raise ValueError(
                 f"{folder} {problem}. Name the output_dir of an evaluation that has finished; one that was "
                 "interrupted goes on where the same command is given again."
@@ -158,7 +159,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
 
 
 def _rights(run: Run, length: int) -> dict[tuple[int, str], float]:
-    """Share of right completions of each item, which is the same item where its answer is too."""
+    """Share of right completions of each item, which is the same item where prompt and answer are too."""
     items = by_item(record for record in run.records if record.max_completion_length == length)
     return {
         (item, records[0].item_hash): sum(record.is_right for record in records) / len(records)

@@ -81,7 +81,8 @@ def test_adapters_are_evaluated_under_either_option(command, model_folder, adapt
         (["--task", "additon"], "'additon'"),
         (["--max_completion_length", "8", "0"], "max_completion_length=8 0 must be one or more"),
         (["--max_completion_length", "long"], "invalid int value: 'long'"),
-        (["--batch_size", "0"], "batch_size=0 must be at least 1"),
+        (["--output_dir", "/dev/null/x"], "output_dir='/dev/null/x'"),
+        (["--batch_size", "0"], "batch_size=0 must be a whole number of at least 1"),
         (["--block_length", "8"], "Expected block_length to be 1 to max_completion_length=4, got 8"),
         (["--confidence_threshold", "2"], "confidence_threshold"),
         (["--num_sample", "3"], "Did you mean '--num_samples'"),
@@ -261,7 +262,7 @@ def test_supervised_training_takes_the_same_keys(recipe, tmp_path):
     [
         ({"eval_task": "additon", "eval_steps": 1}, "Did you mean 'addition'"),
         ({"eval_task": "addition"}, "eval_steps=None leaves open when to evaluate on task addition"),
-        ({"eval_task": "addition", "eval_steps": 1, "num_eval_task_prompts": 0}, "limit=0 must be at least 1"),
+        ({"eval_task": "addition", "eval_steps": 1, "num_eval_task_prompts": 0}, "limit=0 must be a whole number of"),
         ({"eval_task": "countdown", "eval_steps": 1}, "has no chat template"),
         ({"num_eval_task_prompts": 3}, "num_eval_task_prompts belongs to eval_task, but none is set"),
         ({"eval_task_temperature": 1.0}, "eval_task_temperature belongs to eval_task, but none is set"),

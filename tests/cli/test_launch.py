@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import trl_stabledrl
@@ -45,7 +46,18 @@ def test_launch_options_go_to_accelerate_and_the_others_to_the_command(recipe, l
     assert args.training_script_args == ["--seed", "3", "--config", config]
 
 
-def test_flag_of_the_launcher_wins_over_yaml(recipe, launched):
+def test_processes_that_accelerate_would_not_start_are_refused(recipe, launched, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(launch, "default_config_file", "nowhere.yaml")
+
+    assert main(["train", "--config", recipe(), "--num_processes", "2"]) == 2
+
+    assert "but num_processes is 2. Use --accelerate_config cpu --num_processes 2." in capsys.readouterr().err
+    assert launched == []
+
+
+def test_flag_of_the_launcher_wins_over_yaml(recipe, launched, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert main(["train", "--config", recipe(num_processes=4), "--num_processes", "2"]) == 0
 
     assert launched[0].num_processes == 2

@@ -4,6 +4,7 @@
 
 import dis
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,9 @@ from rich.text import Text
 
 USER_ERROR = 2
 """Exit status of a run that the user's input stopped; argparse's own."""
+
+_PATIENCE = 10.0
+"""Seconds for which a process that says nothing waits for the one that speaks for it."""
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
@@ -80,6 +84,8 @@ def run_cleanly(command: Callable[[], int]) -> int:
         # see checking(); what goes wrong in training may go wrong in one process only
         if not isinstance(error, UserError) or os.environ.get("LOCAL_RANK", "0") == "0":
             show_error(str(error))
+        else:
+            time.sleep(_PATIENCE)  # the launcher ends the others with the first one that fails
         return USER_ERROR
 
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trl-stabledrl eval`: scores of a model or adapter on a task, and a comparison of several evaluations."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -144,6 +145,8 @@ def run(argv: Sequence[str]) -> int:
             require("math_verify", extra="math", used_by=f"task {arguments.task}")
         if arguments.output_dir:
             check_output_dir(arguments.output_dir, plan.settings)
+        if not arguments.dry_run:
+            _make_folder(arguments.output_dir)
     if arguments.dry_run:
         if is_main_process():
             show_facts(DRY_RUN_TITLE, _facts(plan, base, adapter))
@@ -170,6 +173,14 @@ def run(argv: Sequence[str]) -> int:
         text = f"Written to {arguments.output_dir}: {RESULTS_FILE}, {COMPLETIONS_FILE}"
         console.print(text, markup=False, soft_wrap=True)
     return 0
+
+
+def _make_folder(folder: str) -> None:
+    """Before the weights are loaded, so that an hour of decoding does not end where nothing can be written."""
+    with blamed_on(f"output_dir={folder!r}", OSError):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"output_dir={folder!r} cannot be written to. Choose another folder.")
 
 
 def _find_model(arguments: EvalArguments) -> tuple[str, Adapter | None]:

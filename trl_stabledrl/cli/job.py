@@ -128,6 +128,11 @@ def load_splits(
     """
     task = find_task(arguments.task)
     if task is not None and not arguments.dataset_name and not mixture.datasets:
+        if arguments.dataset_train_split not in task.splits:
+            raise UserError(
+                f"task={task.name!r} has no split {arguments.dataset_train_split!r}, only {', '.join(task.splits)}. "
+                "Choose another task to train on, and eval_task to measure this one."
+            )
         with blamed_on(f"task {task.name}", ValueError, OSError, DatasetsError):
             train = task.prompts(arguments.dataset_train_split, **_count(arguments.num_train_prompts))
             if not wants_eval:

@@ -107,10 +107,13 @@ def launch(command: str, command_args: Sequence[str], launch_args: Sequence[str]
         raise UserError(f"accelerate launch: {error}") from error
     if args.training_script != module:
         raise UserError(f"unexpected argument {args.training_script!r}. Options are written --name value.")
-    if args.cpu and (args.num_processes or 1) > 1 and args.mpirun_hostfile is None:
+    has_file = args.config_file is not None or Path(default_config_file).is_file()
+    shares_work = has_file or args.multi_gpu or args.use_deepspeed or args.use_fsdp or torch.cuda.device_count() > 1
+    if (args.cpu or not shares_work) and (args.num_processes or 1) > 1 and args.mpirun_hostfile is None:
         # accelerate would quietly start a single one
+        reason = "--cpu starts one process" if args.cpu else "without a launch file or several GPUs one process starts"
         raise UserError(
-            f"--cpu starts one process, but num_processes is {args.num_processes}. Use --accelerate_config cpu "
+            f"{reason}, but num_processes is {args.num_processes}. Use --accelerate_config cpu "
             f"--num_processes {args.num_processes}."
         )
     _check_deepspeed(args)

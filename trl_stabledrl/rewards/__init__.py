@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .countdown import countdown_format_reward, countdown_reward
-from .exact import exact_match_reward
+from .countdown import countdown_format_reward, countdown_reward, grade_countdown
+from .exact import exact_match_reward, grade_exact_match
 from .format import answer_tag_reward, anti_short_reward
-from .math import gsm8k_reward, math_reward
-from .sudoku import sudoku_reward
+from .grading import Grade
+from .math import grade_gsm8k, grade_math, gsm8k_reward, math_reward
+from .sudoku import grade_sudoku, sudoku_reward
 
 RewardFunc = Callable[..., list[float]]
 
@@ -32,7 +33,16 @@ BUILTIN_REWARDS: dict[str, RewardFunc] = {
     "sudoku_reward": sudoku_reward,
 }
 
-__all__ = ["BUILTIN_REWARDS", "RewardFunc", "load_reward", *BUILTIN_REWARDS]  # pyright: ignore[reportUnsupportedDunderAll]
+GRADERS: dict[str, Callable[..., list[Grade]]] = {
+    "countdown_reward": grade_countdown,
+    "exact_match_reward": grade_exact_match,
+    "gsm8k_reward": grade_gsm8k,
+    "math_reward": grade_math,
+    "sudoku_reward": grade_sudoku,
+}
+"""By the name of the correctness reward, which is the score of the grade and nothing else; called like a reward."""
+
+__all__ = ["BUILTIN_REWARDS", "GRADERS", "Grade", "RewardFunc", "load_reward", *BUILTIN_REWARDS]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def load_reward(name_or_dotted_path: str) -> RewardFunc:

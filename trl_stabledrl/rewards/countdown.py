@@ -68,8 +68,7 @@ def countdown_reward(
 def grade_countdown(completions: list[Any], target: list[Any], numbers: list[list[int]], **kwargs: Any) -> list[Grade]:
     """Grades of `countdown_reward`. An answer that is no expression of exactly the numbers is `"invalid"`."""
     return [
-        _grade(completion, goal, given)
-        for completion, goal, given in zip(completions, target, numbers, strict=True)
+        _grade(completion, goal, given) for completion, goal, given in zip(completions, target, numbers, strict=True)
     ]
 
 

@@ -3,29 +3,26 @@
 
 """Correctness of numbers (GSM8K) and of mathematical expressions (MATH)."""
 
-import atexit
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
-import threading
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
+from ._math_forms import decide, prepared
+from ._math_pool import MathPool
+from .grading import Grade, Reason
 from .parsing import completion_text, extract_answer, extract_number, find_numbers, last_boxed
 
 _MAX_EXPRESSION_CHARS = 500
 _MAX_NESTING = 30
 _MAX_DIGIT_RUN = 60
-_WORKER_SECONDS = 0.8  # of processor time, per comparison; the usual one takes 0.02
-_WORKER_BYTES = 4 * 2**30
-_BOOTSTRAP = (
-    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop()); "
-    "runpy.run_path(sys.argv.pop(), run_name='__main__')"
-)
+_POOL = MathPool(seconds=0.8)  # of processor time, per comparison; the usual one takes 0.02
+_REASON_OF_OUTCOME: dict[str, Reason] = {
+    "equal": "right",
+    "unequal": "wrong",
+    "unreadable": "invalid",
+    "timeout": "timeout",
+}
 
 
 def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
@@ -54,9 +51,21 @@ def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> li
     [1.0, 0.0]
     ```
     """
+    return [grade.score for grade in grade_gsm8k(completions, answer)]
+
+
+def grade_gsm8k(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[Grade]:
+    """Grades of `gsm8k_reward`. An answer that is not one number is `"invalid"`."""
     right = [_gold_number(gold) for gold in answer]
-    texts = [completion_text(completion) for completion in completions]
-    return [float(extract_number(text) == gold) for text, gold in zip(texts, right, strict=True)]
+    return [_number_grade(completion_text(text), gold) for text, gold in zip(completions, right, strict=True)]
+
+
+def _number_grade(text: str, gold: Fraction) -> Grade:
+    number = extract_number(text)
+    if number is None:
+        answer = extract_answer(text)
+        return Grade(0.0, answer, "invalid") if answer else Grade(0.0, None, "no_answer")
+    return Grade(1.0, str(number), "right") if number == gold else Grade(0.0, str(number), "wrong")
 
 
 def _gold_number(answer: Any) -> Fraction:
@@ -98,23 +107,42 @@ def math_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> lis
     [1.0, 0.0]
     ```
     """
+    return [grade.score for grade in grade_math(completions, answer)]
+
+
+def grade_math(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[Grade]:
+    """Grades of `math_reward`. All comparisons of a call that need math-verify are made at once, in parallel."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("`math_reward` needs math-verify. Install it with `pip install trl_stabledrl[math]`.")
-    texts = [completion_text(completion) for completion in completions]
-    return [float(_is_equal(str(gold), extract_answer(text))) for text, gold in zip(texts, answer, strict=True)]
+    answers = [extract_answer(completion_text(completion)) for completion in completions]
+    pairs = [(_bare(str(gold)), given) for gold, given in zip(answer, answers, strict=True)]
+    reasons: list[Reason | None] = [_reason_without_pool(gold, given) for gold, given in pairs]
+    # Completions of one prompt often agree
+    open_pairs = list(dict.fromkeys(pair for pair, reason in zip(pairs, reasons, strict=True) if reason is None))
+    outcomes = _POOL.outcomes([prepared(gold, given or "") for gold, given in open_pairs])
+    found = {pair: _REASON_OF_OUTCOME[outcome] for pair, outcome in zip(open_pairs, outcomes, strict=True)}
+    return [
+        _grade(pair[1], found[pair] if reason is None else reason) for pair, reason in zip(pairs, reasons, strict=True)
+    ]
 
 
-def _is_equal(gold: str, answer: str | None) -> bool:
-    if not answer or not _is_affordable(answer):
-        return False
+def _grade(answer: str | None, reason: Reason) -> Grade:
+    return Grade(float(reason == "right"), answer or None, reason)
+
+
+def _bare(gold: str) -> str:
     boxed = last_boxed(gold)
-    gold = (gold if boxed is None else boxed).strip().removeprefix("$").removesuffix("$").strip()
-    if _squeezed(gold) == _squeezed(answer):
-        return True
-    gold_number, number = _whole_number(gold), _whole_number(answer)
-    if gold_number is not None and number is not None:
-        return gold_number == number
-    return _WORKER.is_equal(gold, answer)
+    return (gold if boxed is None else boxed).strip().removeprefix("$").removesuffix("$").strip()
+
+
+def _reason_without_pool(gold: str, answer: str | None) -> Reason | None:
+    """How an answer is graded that needs no algebra, `None` for one that does."""
+    if not answer:
+        return "no_answer"
+    if not _is_affordable(answer):
+        return "invalid"
+    is_equal = decide(gold, answer)
+    return None if is_equal is None else "right" if is_equal else "wrong"
 
 
 def _is_affordable(answer: str) -> bool:
@@ -129,74 +157,3 @@ def _is_affordable(answer: str) -> bool:
         depth += (character in "({[") - (character in ")}]")
         deepest = max(deepest, depth)
     return deepest <= _MAX_NESTING
-
-
-def _squeezed(expression: str) -> str:
-    expression = expression.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return re.sub(r"\s+|\\left|\\right|\\!|\.$", "", expression)
-
-
-def _whole_number(expression: str) -> Fraction | None:
-    """Value of an expression that is one plain number and nothing else."""
-    is_number = re.fullmatch(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:/[0-9]+)?", expression)
-    numbers = find_numbers(expression) if is_number else []
-    return numbers[0] if len(numbers) == 1 else None
-
-
-class _Worker:
-    """The comparison process of this process, started when first needed."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._owner_pid = 0
-        self._lock = threading.Lock()
-
-    def is_equal(self, gold: str, answer: str) -> bool:
-        with self._lock:
-            # A forked child must not share its parent's pipe: replies would go to whoever reads first
-            if self._process is None or self._owner_pid != os.getpid():
-                self._process = self._start()
-            outcome = self._ask(self._process, json.dumps({"gold": gold, "answer": answer}))
-            assert outcome in ("equal", "unequal", "timeout"), outcome
-            return outcome == "equal"
-
-    @staticmethod
-    def _ask(process: "subprocess.Popen[str]", request: str) -> str:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(request + "\n")
-        process.stdin.flush()
-        return process.stdout.readline().strip()
-
-    def _start(self) -> subprocess.Popen[str]:
-        # By path and with our own search path: `python -m` would import the whole package, and torch with it
-        script = str(Path(__file__).with_name("_math_worker.py"))
-        search_path = json.dumps([os.path.abspath(entry) for entry in sys.path])
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, str(_WORKER_SECONDS), str(_WORKER_BYTES), script, search_path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-        )
-        self._owner_pid = os.getpid()
-        assert process.stdout is not None
-        if process.stdout.readline() != "ready\n":
-            process.communicate()
-            raise RuntimeError(
-                "The process that runs math-verify did not start; its own error is above. Check that "
-                f"`{sys.executable} -c 'import math_verify'` works."
-            )
-        return process
-
-    def close(self) -> None:
-        """End the process, if it is ours."""
-        with self._lock:
-            process, self._process = self._process, None
-            if process is not None and self._owner_pid == os.getpid():
-                process.kill()
-                process.communicate()
-
-
-_WORKER = _Worker()
-atexit.register(_WORKER.close)

@@ -10,11 +10,12 @@ position of the completion is an int from 0, the last prompt token is -1.
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, combinations, permutations, product
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -284,6 +285,7 @@ def draws_of(
         return random_bits(seed, stream, key, iteration, draw, *position)
 
     draws = []
+    nodes, node_weights = numpy.polynomial.legendre.leggauss(num_draws)  # on (-1, 1)
     for m in range(num_draws):
         draw = m // 2 if sampling == "complementary" else m
         blocks = blocks_of(length, block_length)
@@ -292,6 +294,8 @@ def draws_of(
         order = sorted(active, key=lambda j, draw=draw: (bits(2, draw, j) + 2**63) % 2**64)  # as signed integers
         stratum, num_strata = (m, num_draws) if sampling == "stratified" else (0, 1)
         share = Fraction((stratum << unit) + (bits(1, draw) >> (64 - unit)) + 1, num_strata << unit)
+        if sampling == "quadrature":
+            share = Fraction(round((nodes[m] + 1) / 2 * 2**unit), 2**unit)
         k = math.ceil(len(active) * share)
         chosen = frozenset(order[:k])
         if sampling == "complementary" and m % 2:
@@ -300,7 +304,10 @@ def draws_of(
         if law == "block_suffix":
             tossed = range(-prompt_length, active.start)
             coins = frozenset(j for j in tossed if bits(4, draw, j) >> (64 - unit) < round(COIN * 2**unit))
-        draws.append(draw_of(law, length, block_length, block=block, chosen=chosen, coins=coins))
+        made = draw_of(law, length, block_length, block=block, chosen=chosen, coins=coins)
+        if sampling == "quadrature":
+            made = replace(made, weight=made.weight * num_draws * float(node_weights[m]) / 2)
+        draws.append(made)
     return draws
 
 
@@ -329,6 +336,7 @@ class Objective:
     normalization: str = "token"
     beta: float = 0.0
     kl_estimator: str = "k3"
+    name: str = "stabledrl"
 
 
 @dataclass(frozen=True)
@@ -400,6 +408,94 @@ def row_scores(model: Any, row: Row, objective: Objective, *, iteration: int) ->
     return elbo, (elbo + eubo) / 2
 
 
+def token_scores(model: Any, row: Row, objective: Objective, *, iteration: int) -> Tensor:
+    """Log-probability of each token of a row, a mean over the draws that score it."""
+    draws = draws_of(
+        objective.law,
+        objective.sampling,
+        seed=objective.seed,
+        key=row.index,
+        iteration=iteration,
+        num_draws=objective.num_draws,
+        length=len(row.completion),
+        block_length=objective.block_length,
+        prompt_length=len(row.prompt),
+    )
+    scores: list[list[Tensor]] = [[] for _ in row.completion]
+    for draw in draws:
+        log_probs = token_log_probs(
+            model,
+            row.prompt,
+            row.completion,
+            noised=draw.noised,
+            mask_token_id=objective.mask_token_id,
+            window_length=objective.window_length,
+            tail=objective.tail,
+            end_token_id=objective.end_token_id,
+            temperature=objective.temperature,
+        )
+        for j in draw.scored:
+            scores[j].append(log_probs[j])
+    return torch.stack([torch.stack(values).mean() for values in scores])
+
+
+def clipped_objective(log_ratio: Tensor, advantage: float, objective: Objective) -> Tensor:
+    """PPO's `min(rho A, clip(rho) A)`, elementwise and differentiable."""
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(math.exp(objective.low), math.exp(objective.high))
+    return torch.minimum(ratio * advantage, clipped * advantage)
+
+
+def peer_loss(model: Any, rows: Sequence[Row], objective: Objective, *, iteration: int) -> Tensor:
+    """What a peer's paper minimises over whole groups, with every graph alive and no weight taken out of it."""
+    old_iteration = iteration if objective.coupling == "shared" else -1 - iteration
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.index // objective.group_size, []).append(row)
+    total = torch.zeros((), dtype=torch.float64)
+    for group in groups.values():
+        size = len(group)
+        deviations = [row.advantage for row in group]
+        good, bad = (math.fsum(math.exp(sign * a) for a in deviations) for sign in (1, -1))
+        num_tokens = sum(len(row.completion) for row in group)
+        ratios = []
+        for row in group:
+            if not row.completion:
+                continue
+            length, advantage = len(row.completion), row.advantage
+            if objective.name in ("diffu_grpo", "coupled_grpo"):
+                new = token_scores(model, row, objective, iteration=iteration)
+                with torch.no_grad():
+                    old = token_scores(row.old, row, objective, iteration=old_iteration)
+                total = total - clipped_objective(new - old, advantage, objective).mean() / size
+                continue
+            elbo, lowered = row_scores(model, row, objective, iteration=iteration)
+            surrogate = elbo if advantage > 0 else lowered
+            if objective.name == "spg":
+                total = total - advantage * surrogate * length / num_tokens
+                continue
+            if objective.name == "wd1":
+                total = total - (math.exp(advantage) / good - math.exp(-advantage) / bad) * surrogate
+                continue
+            with torch.no_grad():
+                old, _ = row_scores(row.old, row, objective, iteration=old_iteration)
+            scale = length if objective.normalization == "sequence" else 1
+            log_ratio = (elbo - old) * scale
+            if objective.name == "clip_only":
+                clipped = math.exp(min(max(log_ratio.item(), objective.low), objective.high))
+                total = total - clipped * advantage * surrogate / size
+            elif objective.name == "self_norm_only":
+                ratios.append((math.exp(log_ratio.item()), advantage * surrogate))
+            else:
+                if objective.name == "espo":  # the others' mean as baseline, from deviations of the whole mean
+                    others = [a for other, a in zip(group, deviations, strict=True) if other is not row]
+                    advantage = advantage - sum(others) / len(others)
+                total = total - clipped_objective(log_ratio, advantage, objective) / scale / size
+        for ratio, gain in ratios:
+            total = total - ratio / math.fsum(r for r, _ in ratios) * gain
+    return total / len(groups)
+
+
 def update_loss(
     model: Any, rows: Sequence[Row], objective: Objective, *, iteration: int, reference: Any = None
 ) -> Tensor:
@@ -408,6 +504,9 @@ def update_loss(
 
     A row without a token to score, or whose score is not finite, is left out of its group's weights and of the KL.
     """
+    if objective.name != "stabledrl":
+        assert not objective.beta
+        return peer_loss(model, rows, objective, iteration=iteration)
     log_ratios, surrogates, divergences = [], [], []
     for row in rows:
         if not row.completion:

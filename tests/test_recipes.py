@@ -17,7 +17,27 @@ from trl_stabledrl.cli.train import make_parser
 RECIPES = sorted(trl_stabledrl.recipes_folder().glob("*.yaml"))
 TRAINING = [path for path in RECIPES if path.stem != "quickstart"]
 ADAPTING = [path for path in TRAINING if path.stem.endswith("lora")]
-LLADA = [path for path in TRAINING if path.stem.startswith("llada") and path not in ADAPTING]
+# rows per update of 8 processes, and rows per prompt
+PEERS = {
+    "coupled_grpo": (80, 10),
+    "diffu_grpo": (96, 6),
+    "espo": (96, 6),
+    "gdpo": (96, 6),
+    "grpo": (512, 16),
+    "spg": (96, 6),
+    "wd1": (48, 6),
+}
+PEER_PAPERS = {
+    "coupled_grpo": "2506.20639",
+    "diffu_grpo": "2504.12216",
+    "espo": "2512.03759",
+    "gdpo": "2510.08554",
+    "grpo": "2402.03300",
+    "spg": "2510.09541",
+    "wd1": "2507.08838",
+}
+PEER = [path for path in TRAINING if path.stem.removeprefix("llada_8b_gsm8k_") in PEERS]
+LLADA = [path for path in TRAINING if path.stem.startswith("llada") and path not in [*ADAPTING, *PEER]]
 LLADA_ADAPTING = [path for path in ADAPTING if path.stem.startswith("llada")]
 RELEASED = [path for path in LLADA if path.stem.endswith("_released")]
 SDAR = [path for path in TRAINING if path.stem.startswith("sdar")]
@@ -51,7 +71,8 @@ def test_recipes_are_the_ones_this_file_knows():
     assert [path.stem for path in LLADA_ADAPTING] == ["llada_8b_gsm8k_lora", "llada_8b_gsm8k_qlora"]
     names = ["1_7b_math", "1_7b_math_dynamic", "8b_math", "8b_math_dynamic", "8b_math_lora", "8b_math_qlora"]
     assert [path.stem for path in SDAR] == [f"sdar_{name}" for name in names]
-    assert len(LLADA) + len(LLADA_ADAPTING) + len(SDAR) == len(TRAINING)
+    assert [path.stem for path in PEER] == [f"llada_8b_gsm8k_{name}" for name in PEERS]
+    assert len(LLADA) + len(LLADA_ADAPTING) + len(PEER) + len(SDAR) == len(TRAINING)
     names = ["cpu", "ddp", "fsdp2", "multi_node", "single_gpu", "zero2", "zero3", "zero3_offload"]
     assert [path.stem for path in LAUNCHING] == names
 
@@ -178,6 +199,50 @@ def test_recipe_has_the_released_optimizer(path):
     assert 8 * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] == 32 * 16
     assert recipe["save_steps"] % recipe["num_iterations"] == 0
     assert recipe["output_dir"] == f"outputs/{path.stem}"
+
+
+@pytest.mark.parametrize("path", PEER, ids=lambda path: path.stem)
+def test_recipe_of_a_peer_dry_runs_on_a_tiny_model(path, chat_folder, no_hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    flags = ["--model_name_or_path", str(chat_folder), "--use_cpu", "--dry_run", "--num_train_prompts", "128"]
+    flags += ["--load_in_4bit", "false"]  # bitsandbytes is no dependency of the tests
+
+    assert main(["train", "--config", str(path), *flags]) == 0
+
+    rows, group = PEERS[path.stem.removeprefix("llada_8b_gsm8k_")]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"update {rows // 8} rows = {rows // 8 // group} prompts x {group} completions" in shown
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", PEER, ids=lambda path: path.stem)
+def test_recipe_of_a_peer_fits_together_and_names_its_source(path):
+    recipe = yaml.safe_load(path.read_text())
+    name = path.stem.removeprefix("llada_8b_gsm8k_")
+
+    assert recipe["objective"] == name
+    num_rows = 8 * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    assert (num_rows, recipe["num_generations"]) == PEERS[name]
+    assert num_rows % recipe["num_generations"] == 0
+    assert recipe["save_steps"] % recipe["num_iterations"] == 0
+    assert recipe["max_steps"] % recipe["num_iterations"] == 0
+    assert recipe["output_dir"] == f"outputs/{path.stem}"
+    header = path.read_text().split("\n\n")[0]
+    launch = "ddp" if "use_peft" in recipe else "zero3"
+    assert f"trl-stabledrl train --config {path.stem} --accelerate_config {launch}" in header
+    assert f"paper {PEER_PAPERS[name]}" in header
+    assert "Differs" in header
+
+
+def test_recipe_of_grpo_differs_from_the_released_one_in_the_objective_alone():
+    recipe, released = (
+        yaml.safe_load((trl_stabledrl.recipes_folder() / f"llada_8b_gsm8k_{name}.yaml").read_text())
+        for name in ("grpo", "released")
+    )
+
+    differing = {name for name in recipe.keys() | released.keys() if recipe.get(name) != released.get(name)}
+    assert differing == {"objective", "clip_mode", "epsilon", "ratio_cap", "output_dir"}
 
 
 @pytest.mark.parametrize("path", RELEASED, ids=lambda path: path.stem)

@@ -82,7 +82,7 @@ def test_inherited_defaults_are_grpos_but_for_the_documented_ones():
     ours = {f.name: f for f in fields(StableDRLConfig)}
     changed = {f.name: ours[f.name].default for f in fields(GRPOConfig) if ours[f.name].default != f.default}
     assert changed == {
-        "epsilon": 5.0,
+        "epsilon": None,
         "loss_type": "stabledrl",
         "scale_rewards": "none",
         "disable_dropout": True,
@@ -160,8 +160,10 @@ def test_a_block_longer_than_the_completion_is_refused_with_full_attention():
 
 
 CHOICES = {
+    "objective": "'stabledrl', 'clip_only', 'self_norm_only', 'grpo', 'espo', 'spg', 'diffu_grpo', 'coupled_grpo', "
+    "'wd1', 'gdpo'",
     "mask_law": "'uniform', 'block_suffix', 'semi_ar', 'full', 'staircase'",
-    "mc_sampling": "'independent', 'stratified', 'complementary', 'cyclic'",
+    "mc_sampling": "'independent', 'stratified', 'complementary', 'cyclic', 'quadrature'",
     "mask_coupling": "'shared', 'independent'",
     "mask_sharing": "'none', 'group'",
     "surrogate": "'elbo', 'sandwich'",

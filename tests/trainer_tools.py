@@ -216,8 +216,12 @@ def micro_steps_of(run: Run) -> list[list[int]]:
 
 
 def objective_of(args: StableDRLConfig) -> naive.Objective:
-    low = math.log1p(-args.epsilon) if args.epsilon < 1 else -math.inf
-    low, high = (low, math.log1p(args.epsilon)) if args.clip_mode == "both" else (-math.inf, math.log(args.ratio_cap))
+    low, high = -math.inf, math.inf
+    if args.epsilon is not None:
+        low, high = math.log1p(-args.epsilon) if args.epsilon < 1 else -math.inf, math.log1p(args.epsilon)
+    if args.clip_mode == "upper":
+        low, high = -math.inf, math.log(args.ratio_cap)
+    assert args.kl_estimator
     assert args.num_generations
     assert args.max_completion_length
     assert args.block_length
@@ -246,6 +250,7 @@ def objective_of(args: StableDRLConfig) -> naive.Objective:
         normalization=args.ratio_normalization,
         beta=args.beta,
         kl_estimator=args.kl_estimator,
+        name=args.objective,
     )
 
 

@@ -3,7 +3,7 @@
 """From a model, rows of tokens and a mask plan to the log-probabilities of the scored tokens, and nothing more."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -38,6 +38,8 @@ class Rows:
             True up to and including the first end token.
         noise_key (`torch.Tensor` of shape `(B,)`):
             int64 key of each row's masks.
+        mask_rate (`torch.Tensor` of shape `(B,)`, *optional*):
+            See [`~core.masking.draw_mask_plan`].
     """
 
     prompt_ids: Tensor
@@ -45,44 +47,35 @@ class Rows:
     completion_ids: Tensor
     completion_mask: Tensor
     noise_key: Tensor
+    mask_rate: Tensor | None = None
 
     @property
     def completion_length(self) -> Tensor:
         return self.completion_mask.sum(-1)  # (B,)
 
     def to(self, device: torch.device) -> "Rows":
-        return Rows(
-            self.prompt_ids.to(device),
-            self.prompt_mask.to(device),
-            self.completion_ids.to(device),
-            self.completion_mask.to(device),
-            self.noise_key.to(device),
-        )
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Rows":
+        return Rows(**{name: None if value is None else change(value) for name, value in vars(self).items()})
 
     def without(self, is_excluded: Tensor, *, filler: int) -> "Rows":
         """
         Empty the rows in `is_excluded`, keeping their place. Their prompts go too: a zero weight would not stop
         a non-finite activation from spoiling the gradient (0 * NaN is NaN).
         """
-        return Rows(
-            self.prompt_ids.masked_fill(is_excluded[:, None], filler),
-            self.prompt_mask,
-            self.completion_ids.masked_fill(is_excluded[:, None], filler),
-            self.completion_mask & ~is_excluded[:, None],
-            self.noise_key,
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids.masked_fill(is_excluded[:, None], filler),
+            completion_ids=self.completion_ids.masked_fill(is_excluded[:, None], filler),
+            completion_mask=self.completion_mask & ~is_excluded[:, None],
         )
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
     def __getitem__(self, index: slice) -> "Rows":
-        return Rows(
-            self.prompt_ids[index],
-            self.prompt_mask[index],
-            self.completion_ids[index],
-            self.completion_mask[index],
-            self.noise_key[index],
-        )
+        return self._each(lambda tensor: tensor[index])
 
 
 def check_context(
@@ -207,6 +200,7 @@ def plan_masks(rows: Rows, settings: LikelihoodSettings, *, iteration: int = 0) 
         seed=settings.seed,
         iteration=iteration,
         block_offset=rows.prompt_mask.sum(-1) % settings.block_length if settings.is_staircase else None,
+        mask_rate=rows.mask_rate,
     )
 
 
@@ -385,12 +379,16 @@ class RowScores:
             Sum of the entropies at the scored positions, nats, without gradient.
         num_scored (`torch.Tensor`):
             Number of those positions.
+        tokens (`torch.Tensor` of shape `(B, W)`, *optional*):
+            Share of these draws in each token's log-probability, nats, where it was asked for: a mean over the draws
+            that score the token.
     """
 
     elbo: Tensor
     eubo: Tensor | None
     entropy: Tensor
     num_scored: Tensor
+    tokens: Tensor | None = None
 
 
 def score_rows(
@@ -401,6 +399,7 @@ def score_rows(
     settings: LikelihoodSettings,
     *,
     eubo_beta: float | None = None,
+    by_token: bool = False,
 ) -> RowScores:
     """
     Score rows under some of the draws, with one graph for all of these; see [`score_draws`].
@@ -418,6 +417,8 @@ def score_rows(
             How to score.
         eubo_beta (`float`, *optional*):
             Order of the upper bound, which then is computed too; it needs all draws at once.
+        by_token (`bool`, defaults to `False`):
+            Whether to give the log-probabilities of tokens too.
 
     Returns:
         [`RowScores`]
@@ -436,6 +437,7 @@ def score_rows(
         eubo=eubo,
         entropy=scores.entropy.sum(),
         num_scored=is_scored.sum(),
+        tokens=logps.sum(dim=1) / plan.is_scored.sum(dim=1).clamp(min=1) if by_token else None,
     )
 
 
@@ -462,12 +464,33 @@ def score_elbo(
         `torch.Tensor` of shape `(B, M)`:
             float32 `elbo_per_token` of each draw, in nats; NaN for rows without a scored token.
     """
+    return _score_parts(model, rows, settings, iteration, batch_size)[0]
+
+
+@torch.no_grad()
+def score_tokens(
+    model: Callable[..., Any], rows: Rows, settings: LikelihoodSettings, *, iteration: int = 0, batch_size: int = 0
+) -> tuple[Tensor, Tensor]:
+    """
+    As [`score_elbo`], and the log-probability of each token as a mean over the draws that score it.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`:
+            `elbo_per_token` of each draw `(B, M)`, and nats of each token `(B, W)`, 0 where no draw scores it.
+    """
+    return _score_parts(model, rows, settings, iteration, batch_size)
+
+
+def _score_parts(
+    model: Callable[..., Any], rows: Rows, settings: LikelihoodSettings, iteration: int, batch_size: int
+) -> tuple[Tensor, Tensor]:
     batch_size = batch_size or max(len(rows), 1)
-    parts = []
+    elbos, tokens = [], []
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
         plan = plan_masks(part, settings, iteration=iteration)
         logps = score_draws(model, part, plan, settings).logps
         elbo = elbo_per_token_by_draw(logps, plan.weight.to(logps.dtype))
-        parts.append(elbo.masked_fill(part.completion_length[:, None] == 0, torch.nan))
-    return torch.cat(parts)
+        elbos.append(elbo.masked_fill(part.completion_length[:, None] == 0, torch.nan))
+        tokens.append(logps.sum(dim=1) / plan.is_scored.sum(dim=1).clamp(min=1))
+    return torch.cat(elbos), torch.cat(tokens)

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.training_args import OptimizerNames
 
 from ._compat import TILE_NUMBERS, shapes_only
+from .core.peers import OBJECTIVES
 
 Phase = Literal["rollout", "scoring", "backward", "update"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -750,7 +751,9 @@ def workload_of(
     b, a, s = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.steps_per_generation
     is_staircase = args.mask_law == "staircase"
     # see StableDRLTrainer._units and _weigh
-    may_be_off_policy = args.mask_coupling != "shared" or args.num_iterations > 1 or s > a
+    may_be_off_policy = OBJECTIVES[args.objective].uses_ratio and (
+        args.mask_coupling != "shared" or args.num_iterations > 1 or s > a
+    )
     holds_whole_groups = b * args.world_size % args.num_generations == 0
     shares_graph = (
         is_staircase

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of [`StableDRLTrainer`]."""
 
+import math
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from .checks import check_choice, default_bf16
 from .core.attention import ContextAttention
 from .core.masking import MaskLaw, McSampling, check_draws
 from .core.objective import ClipMode, KlEstimator, RatioNormalization, log_clip_bounds
+from .core.peers import OBJECTIVES, Objective, ObjectiveName
 from .core.unmasking import Remasking
 from .likelihood import LikelihoodSettings, Tail, check_context
 from .models.families import Family
@@ -104,6 +106,10 @@ class StableDRLConfig(GRPOConfig):
     raise when they are set.
 
     Args:
+        objective (`str`, *optional*, defaults to `"stabledrl"`):
+            What weighs the completions of a prompt: `"stabledrl"`; its ablations `"clip_only"` and
+            `"self_norm_only"`; or a peer's, for comparison: `"grpo"`, `"espo"`, `"spg"`, `"diffu_grpo"`,
+            `"coupled_grpo"`, `"wd1"` or `"gdpo"`. Formulas: `docs/method.md`.
         mask_law (`str`, *optional*):
             Which tokens a Monte Carlo draw masks: `"uniform"`, `"block_suffix"`, `"semi_ar"` or `"full"` with full
             attention, `"staircase"` with block attention (method.md, section 2). Defaults to the family's:
@@ -128,12 +134,13 @@ class StableDRLConfig(GRPOConfig):
             `"both"`: ratios are kept in `[1 - epsilon, 1 + epsilon]`. `"upper"`: they are capped at `ratio_cap` only.
         ratio_cap (`float`, *optional*, defaults to `5.0`):
             Largest ratio under `clip_mode="upper"` (the released code's value).
-        epsilon (`float`, *optional*, defaults to `5.0`):
-            Half-width of the unconditional clip range. The paper finds 1 and 5 stable and 5 better.
+        epsilon (`float`, *optional*):
+            Half-width of the clip range around 1. Defaults to 5 where the clip is unconditional (the paper finds 1 and
+            5 stable and 5 better) and to 0.2 where it depends on the advantage's sign, as in the peers' papers.
         ratio_normalization (`str`, *optional*, defaults to `"token"`):
             The log-ratio is a difference of scores per token (`"token"`) or of summed scores (`"sequence"`).
-        kl_estimator (`str`, *optional*, defaults to `"k3"`):
-            `"k2"` or `"k3"`, used when `beta > 0`.
+        kl_estimator (`str`, *optional*):
+            `"k2"` or `"k3"`, used when `beta > 0`. Defaults to `"k3"`, under `objective="espo"` to `"k2"`.
         score_temperature (`float`, *optional*, defaults to `1.0`):
             Temperature of the scored distribution, for new, old and reference policy alike. Independent of the
             rollouts' `temperature`.
@@ -161,6 +168,10 @@ class StableDRLConfig(GRPOConfig):
             Strength of classifier-free guidance in rollouts. The score stays the unguided model's own.
     """
 
+    objective: ObjectiveName = field(
+        default="stabledrl",
+        metadata={"help": "What weighs the completions of a prompt: StableDRL, an ablation of it, or a peer's way."},
+    )
     mask_law: MaskLaw | None = field(
         default=None,
         metadata={"help": "Which tokens a Monte Carlo draw masks. Defaults to the family's."},
@@ -189,12 +200,16 @@ class StableDRLConfig(GRPOConfig):
         metadata={"help": "Keep ratios in [1 - epsilon, 1 + epsilon], or cap them at ratio_cap only."},
     )
     ratio_cap: float = field(default=5.0, metadata={"help": "Largest ratio under clip_mode='upper'."})
-    epsilon: float = field(default=5.0, metadata={"help": "Half-width of the unconditional clip range around 1."})
+    epsilon: float | None = field(
+        default=None, metadata={"help": "Half-width of the clip range around 1. Defaults to the objective's."}
+    )
     ratio_normalization: RatioNormalization = field(
         default="token",
         metadata={"help": "Whether the log-ratio is a difference of scores per token or of summed scores."},
     )
-    kl_estimator: KlEstimator = field(default="k3", metadata={"help": "Estimator of the KL when beta > 0."})
+    kl_estimator: KlEstimator | None = field(
+        default=None, metadata={"help": "Estimator of the KL when beta > 0. Defaults to the objective's."}
+    )
     score_temperature: float = field(default=1.0, metadata={"help": "Temperature of the scored distribution."})
     tail: Tail = field(
         default="mask",
@@ -268,6 +283,8 @@ class StableDRLConfig(GRPOConfig):
                 )
 
     def _check_own(self) -> None:
+        check_choice("objective", self.objective, ObjectiveName)
+        self._check_objective(OBJECTIVES[self.objective])
         for name, choices in {
             "mask_law": MaskLaw,
             "mc_sampling": McSampling,
@@ -283,7 +300,7 @@ class StableDRLConfig(GRPOConfig):
             "suppress_eos": SuppressEos,
         }.items():
             check_choice(name, self.__dict__[name], choices)
-        log_clip_bounds(epsilon=self.epsilon, clip_mode=self.clip_mode, ratio_cap=self.ratio_cap)
+        self.log_clip_bounds()
         if self.clip_mode == "both" and self.ratio_cap != 5.0:
             raise ValueError(
                 f"ratio_cap={self.ratio_cap} has no effect with clip_mode='both'. Set clip_mode='upper', or use "
@@ -311,6 +328,42 @@ class StableDRLConfig(GRPOConfig):
             self.sampling_settings(num_denoising_steps=self.num_denoising_steps or 1)
         if self.num_denoising_steps is not None and self.num_denoising_steps < 1:
             raise ValueError(f"num_denoising_steps={self.num_denoising_steps} must be at least 1 per block.")
+
+    def _check_objective(self, objective: Objective) -> None:
+        """Fill in what was left to the objective, and raise where an option has no part in it."""
+        if self.kl_estimator is None:
+            self.kl_estimator = objective.kl_estimator
+        unused: dict[str, Any] = {}
+        if objective.epsilon is None:
+            unused |= {"epsilon": None, "clip_mode": "both"}
+        elif self.epsilon is None:
+            self.epsilon = objective.epsilon
+        if not objective.uses_ratio:
+            unused |= {"ratio_normalization": "token", "mask_coupling": "shared"}
+        if objective.level == "token":
+            unused |= {"ratio_normalization": "token", "surrogate": "elbo"}
+        for name, allowed in unused.items():
+            if self.__dict__[name] != allowed:
+                raise ValueError(
+                    f"{name}={self.__dict__[name]!r} has no part in objective={self.objective!r}. Leave it at "
+                    f"{allowed!r}."
+                )
+        if self.mask_law is not None and self.mask_law not in (objective.mask_laws or (self.mask_law,)):
+            raise ValueError(
+                f"mask_law={self.mask_law!r} does not go with objective={self.objective!r}. Use "
+                f"{' or '.join(map(repr, objective.mask_laws or ()))}, or leave it out."
+            )
+        if self.mc_sampling is not None and self.mc_sampling != (objective.mc_sampling or self.mc_sampling):
+            raise ValueError(
+                f"mc_sampling={self.mc_sampling!r} does not go with objective={self.objective!r}. Use "
+                f"{objective.mc_sampling!r}, or leave it out."
+            )
+
+    def log_clip_bounds(self) -> tuple[float, float]:
+        """Bounds of the log-ratio; infinite where the objective does not clip."""
+        if self.epsilon is None:
+            return -math.inf, math.inf
+        return log_clip_bounds(epsilon=self.epsilon, clip_mode=self.clip_mode, ratio_cap=self.ratio_cap)
 
     def _check_group_size(self) -> None:
         if self.num_generations is None or self.num_generations < 2:
@@ -371,8 +424,12 @@ class StableDRLConfig(GRPOConfig):
 
     def resolve(self, family: Family) -> None:
         """Fill in what was left to the family, and check it."""
+        objective = OBJECTIVES[self.objective]
         if self.mask_law is None:
-            self.mask_law = family.mask_law
+            laws = objective.mask_laws or (family.mask_law,)
+            self.mask_law = family.mask_law if family.mask_law in laws else laws[0]
+        if self.mc_sampling is None and objective.mc_sampling is not None:
+            self.mc_sampling = objective.mc_sampling
         if self.mask_law == "full":  # one mask only: the family's number of draws does not apply
             self.mc_sampling = self.mc_sampling or "independent"
             self.num_mc_samples = self.num_mc_samples or 1

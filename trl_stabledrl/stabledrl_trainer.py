@@ -43,7 +43,9 @@ from .checks import (
 from .core import objective
 from .core.elbo import sandwich
 from .core.noise import Stream, random_bits
-from .likelihood import Rows, RowScores, plan_masks, score_elbo, score_rows
+from .core.peers import OBJECTIVES, token_weights
+from .core.peers import Rows as WeighedRows
+from .likelihood import Rows, RowScores, plan_masks, score_elbo, score_rows, score_tokens
 from .models.adapters import check_adapter, checked_peft_config, load_trainable, match_reference
 from .models.bidirectional import dense_attention, disable_attention_dropout
 from .models.facts import model_facts
@@ -64,7 +66,7 @@ PREPARATION = ("rollout", "reward", "old_likelihood", "reference_likelihood", "w
 """Phases that run inside a training step before its forward and backward passes."""
 
 WEIGHED = (
-    *("iteration", "is_on_policy", "is_excluded", "weight", "elbo", "log_ratio"),
+    *("iteration", "is_on_policy", "is_excluded", "weight", "elbo", "log_ratio", "token_log_ratio"),
     *("summed_elbo", "entropy", "num_scored"),
 )
 """What is written into the micro-batches of an optimizer step, and made anew for the next."""
@@ -74,6 +76,7 @@ PENDING_SETTINGS = (
     "num_generations",
     "num_iterations",
     "seed",
+    "objective",
     "mask_law",
     "mc_sampling",
     "num_mc_samples",
@@ -191,9 +194,8 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
             mask_token_id=facts.mask_token_id, end_token_id=facts.end_token_ids[0]
         )
         self.sampling_settings = args.sampling_settings()
-        self.log_clip_low, self.log_clip_high = objective.log_clip_bounds(
-            epsilon=args.epsilon, clip_mode=args.clip_mode, ratio_cap=args.ratio_cap
-        )
+        self.objective = OBJECTIVES[args.objective]
+        self.log_clip_low, self.log_clip_high = args.log_clip_bounds()
         # counters that name the rows of the run; saved in every checkpoint
         self.num_rollouts = 0
         self.num_eval_rows = 0
@@ -303,9 +305,11 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
         """Score the unshuffled rows of a fresh generation under the masks of every inner iteration: `(B, mu)`."""
-        is_reference = model is self.ref_model or _compat.is_reference_active(model)
-        if not is_reference and (not self.model.training or self.args.mask_coupling == "independent"):
-            return None, None, None  # evaluation is on policy; independent old scores have their own masks
+        is_reference = self._is_reference(model)
+        # evaluation is on policy; independent old scores have their own masks
+        needs_old = self.objective.uses_ratio and self.model.training and self.args.mask_coupling == "shared"
+        if not is_reference and not needs_old:
+            return None, None, None
         batch = {
             "prompt_ids": input_ids[:, :-logits_to_keep],
             "prompt_mask": attention_mask[:, :-logits_to_keep],
@@ -321,16 +325,33 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         with self._measured("reference_likelihood" if is_reference else "old_likelihood"):
             return self._score_iterations(model, batch, iterations, batch_size), None, None
 
+    def _is_reference(self, model) -> bool:
+        return model is self.ref_model or _compat.is_reference_active(model)
+
+    @property
+    def _by_token(self) -> bool:
+        return self.objective.level == "token"
+
+    def _values(self, model, rows: Rows, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """`elbo_per_token` of each row, and the log-probabilities of its tokens where those have ratios."""
+        if self._by_token:
+            by_draw, tokens = score_tokens(model, rows, self.likelihood_settings, **options)
+            return by_draw.mean(1), tokens
+        return score_elbo(model, rows, self.likelihood_settings, **options).mean(1), None
+
     def _score_iterations(self, model, batch: Batch, iterations: list[Any], batch_size: int | None) -> Tensor:
-        """`elbo_per_token` of each row under the masks of each iteration, NaN where that is None: `(B, mu)`."""
+        """
+        `elbo_per_token` of each row under the masks of each iteration, NaN where that is None: `(B, mu)`; or the
+        log-probability of each of its tokens: `(B, mu, W)`.
+        """
         rows = self._rows(batch)
-        scores = torch.full((len(rows), len(iterations)), torch.nan, device=rows.prompt_ids.device)
+        by_token = self._by_token and not self._is_reference(model)
+        window = (self.likelihood_settings.window_length,) if by_token else ()
+        scores = torch.full((len(rows), len(iterations), *window), torch.nan, device=rows.prompt_ids.device)
         for column, iteration in enumerate(iterations):
             if iteration is not None:
-                elbo = score_elbo(
-                    model, rows, self.likelihood_settings, iteration=iteration, batch_size=batch_size or 0
-                )
-                scores[:, column] = elbo.mean(dim=1)
+                elbo, tokens = self._values(model, rows, iteration=iteration, batch_size=batch_size or 0)
+                scores[:, column] = tokens if by_token else elbo
         return scores
 
     def _generate_and_score_completions(self, inputs):
@@ -339,7 +360,10 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         everyone = gathered(self.accelerator, batch["advantages"])
         groups = gathered(self.accelerator, batch["row_index"]) // self._group_size
         local = slice(self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs))
-        batch["advantages"] = objective.without_rounding(everyone, groups)[local]
+        everyone = objective.without_rounding(everyone, groups)
+        if self.objective.advantage is not None:
+            everyone = self.objective.advantage(everyone, groups)
+        batch["advantages"] = everyone[local]
         if not self.model.training:
             self.num_eval_rows += len(inputs) * self.accelerator.num_processes
             return batch
@@ -376,6 +400,7 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         position, iteration = self._step % s, self._step // s % self.num_iterations
         if position % min(a, s) == 0:
             is_on_policy = self.args.mask_coupling == "shared" and iteration == 0 and position < a
+            is_on_policy = is_on_policy or not self.objective.uses_ratio
             with self._measured("weights"):
                 self._weigh(self._window(position), is_on_policy=is_on_policy, iteration=iteration)
         return self._window(position)[position % min(a, s)]
@@ -404,23 +429,30 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         for batch in window:
             batch["iteration"], batch["is_on_policy"] = iteration, is_on_policy
             batch["is_excluded"] = torch.zeros_like(batch["row_index"], dtype=torch.bool)
-            for name in ("weight", "elbo", "log_ratio"):
+            for name in ("weight", "elbo", "log_ratio", "token_log_ratio"):
                 batch.pop(name, None)
         if needs_pass and holds_whole_groups and not is_forced:
             return
         for batch in window:
-            elbo = torch.zeros_like(batch["advantages"])
+            elbo, tokens = torch.zeros_like(batch["advantages"]), None
             if needs_pass or is_forced:
-                elbo = score_elbo(self.model, self._rows(batch), self.likelihood_settings, iteration=iteration).mean(1)
+                elbo, tokens = self._values(self.model, self._rows(batch), iteration=iteration)
                 batch["is_excluded"] = ~elbo.isfinite()
-            self._set_log_ratio(batch, elbo)
+            self._set_log_ratio(batch, elbo, tokens)
         self._set_weights(window)
 
-    def _set_log_ratio(self, batch: Batch, elbo: Tensor) -> None:
-        """Write each row's score and log-ratio; the latter is NaN where it has none."""
+    def _set_log_ratio(self, batch: Batch, elbo: Tensor, tokens: Tensor | None) -> None:
+        """Write each row's score and log-ratio; the latter is NaN where it has none, and a mean where tokens have."""
         length = batch["completion_mask"].sum(-1)
         log_ratio = torch.zeros_like(elbo)  # on policy the ratio is one, and not one up to rounding
-        if not batch["is_on_policy"]:
+        if self._by_token:
+            by_token = elbo.new_zeros(len(elbo), self.likelihood_settings.window_length)
+            if not batch["is_on_policy"]:
+                assert tokens is not None  # scored, since not on policy
+                by_token = tokens - batch["old_per_token_logps"][:, batch["iteration"]]
+            batch["token_log_ratio"] = by_token
+            log_ratio = by_token.sum(-1) / length.clamp(min=1)
+        elif not batch["is_on_policy"]:
             old = batch["old_per_token_logps"][:, batch["iteration"]]
             log_ratio = objective.log_ratio(elbo, old, length, normalization=self.args.ratio_normalization)
         is_scorable = elbo.isfinite() & (length > 0) & ~batch["is_excluded"]
@@ -428,15 +460,27 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         batch["log_ratio"] = log_ratio.masked_fill(~is_scorable, torch.nan)
 
     def _set_weights(self, window: list[Batch]) -> None:
-        """Write the self-normalised weights of the micro-batches' rows, over whole groups from every process."""
-        local_ratio, row_index = self._concatenated(window, "log_ratio", "row_index")
-        log_ratio = gathered(self.accelerator, local_ratio)
-        group_index = gathered(self.accelerator, row_index) // self._group_size
-        weights = objective.self_normalized_weights(
-            log_ratio, group_index, log_clip_low=self.log_clip_low, log_clip_high=self.log_clip_high
+        """Write the weights of the micro-batches' rows, over whole groups from every process."""
+        clip = (self.log_clip_low, self.log_clip_high)
+        if self._by_token:  # no row's weights depend on another's
+            position = torch.arange(self.likelihood_settings.window_length, device=self.accelerator.device)
+            for batch in window:
+                is_scored = (position < batch["completion_mask"].sum(-1, keepdim=True)) & (
+                    batch["log_ratio"].isfinite()[:, None]
+                )
+                batch["weight"] = token_weights(
+                    batch["token_log_ratio"], batch["advantages"], is_scored, clip=clip, group_size=self._group_size
+                )
+            return
+        length = torch.cat([batch["completion_mask"].sum(-1) for batch in window])
+        local = [*self._concatenated(window, "log_ratio", "advantages", "row_index"), length]
+        log_ratio, advantage, row_index, length = (gathered(self.accelerator, rows) for rows in local)
+        weights = self.objective.weights(
+            WeighedRows(log_ratio, advantage, row_index // self._group_size, length, self._group_size), clip
         )
-        start = self.accelerator.process_index * len(local_ratio)
-        parts = weights[start : start + len(local_ratio)].split([len(batch["row_index"]) for batch in window])
+        num_rows = len(local[0])
+        start = self.accelerator.process_index * num_rows
+        parts = weights[start : start + num_rows].split([len(batch["row_index"]) for batch in window])
         for batch, weight in zip(window, parts, strict=True):
             batch["weight"] = weight
 
@@ -451,9 +495,13 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
             window = self._window(position)
             if (position + 1) % len(window):
                 return
-        names = ("log_ratio", "weight", "row_index")
-        log_ratio, weight, row_index = (
-            gathered(self.accelerator, rows) for rows in self._concatenated(window, *names)
+        local_ratio, weight, advantage, row_index = self._concatenated(
+            window, "log_ratio", "weight", "advantages", "row_index"
+        )
+        if self._by_token:
+            weight = weight.sum(-1)
+        log_ratio, weight, advantage, row_index = (
+            gathered(self.accelerator, rows) for rows in (local_ratio, weight, advantage, row_index)
         )
         has_tokens = torch.cat([part["completion_mask"].sum(-1) > 0 for part in window])
         scored = row_index[gathered(self.accelerator, has_tokens)].tolist()
@@ -463,15 +511,17 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
                 f"non-finite likelihood (rows {sorted(scored)}). The model has diverged: resume from an earlier "
                 "checkpoint with a smaller learning_rate."
             )
+        group_index = row_index // self._group_size
         metrics = objective.weight_metrics(
             log_ratio,
-            weight,
-            row_index // self._group_size,
+            objective.as_shares(weight, group_index),
+            group_index,
             log_clip_low=self.log_clip_low,
             log_clip_high=self.log_clip_high,
         )
+        metrics |= objective.update_shares(weight, advantage)
         self._log_values({name: value.item() for name, value in metrics.items()})
-        elbo, local_ratio = self._concatenated(window, "summed_elbo", "log_ratio")
+        (elbo,) = self._concatenated(window, "summed_elbo")
         entropy, num_scored = (
             torch.stack([part[name] for part in window]).sum() for name in ("entropy", "num_scored")
         )
@@ -499,7 +549,8 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
                 is_any_lost = self._any_rank(bool(is_lost.any()))
                 if not is_any_lost:
                     if "weight" not in batch:
-                        self._set_log_ratio(batch, score.elbo.detach())
+                        tokens = None if score.tokens is None else score.tokens.detach()
+                        self._set_log_ratio(batch, score.elbo.detach(), tokens)
                         self._set_weights([batch])
                     loss = self._loss(batch, score, batch["weight"])
                     if not is_last:
@@ -531,11 +582,16 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
     def _score(self, model, batch: Batch, rows: Rows, draws: list[int]) -> RowScores:
         plan = plan_masks(rows, self.likelihood_settings, iteration=batch["iteration"])
         eubo_beta = self.args.eubo_beta if self.args.surrogate == "sandwich" else None
-        return score_rows(model, rows, plan, draws, self.likelihood_settings, eubo_beta=eubo_beta)
+        return score_rows(
+            model, rows, plan, draws, self.likelihood_settings, eubo_beta=eubo_beta, by_token=self._by_token
+        )
 
     def _loss(self, batch: Batch, score: RowScores, weight: Tensor) -> Tensor:
         advantage = batch["advantages"].to(score.elbo.dtype)
         surrogate = score.elbo if score.eubo is None else sandwich(score.elbo, score.eubo, advantage)
+        if score.tokens is not None:  # the row's weight is in its sum
+            surrogate = (weight.to(score.tokens.dtype) * score.tokens).sum(-1)
+            weight = torch.ones_like(surrogate)
         num_rows = self._num_rows_in_update(batch)
         loss = objective.policy_loss(
             surrogate, weight.to(score.elbo.dtype), advantage, num_prompts=num_rows / self._group_size

@@ -13,7 +13,7 @@ from tests import naive
 from tests.naive import Draw, Outcome
 from tests.tiny import tiny_llada
 from trl_stabledrl.core.elbo import elbo_per_token_by_draw
-from trl_stabledrl.core.masking import MaskPlan, check_draws, draw_mask_plan
+from trl_stabledrl.core.masking import MaskPlan, check_draws, draw_mask_plan, gauss_legendre
 
 MASK = 6
 NUM_KEYS = 20_000
@@ -549,3 +549,53 @@ def test_every_meaningful_combination_is_allowed(law):
         num_draws = 1 if law == "full" else 2
         check_draws(law, sampling, num_draws)
         plan_of(4, law=law, sampling=sampling, num_draws=num_draws, keys=2)
+
+
+@pytest.mark.parametrize("num_draws", [1, 2, 3, 5])
+def test_quadrature_integrates_over_the_share_of_masked_tokens(num_draws):
+    nodes, weights = gauss_legendre(num_draws)
+
+    for degree in range(2 * num_draws):
+        integral = sum(weight * node**degree for node, weight in zip(nodes, weights, strict=True))
+        assert integral == pytest.approx(1 / (degree + 1), abs=1e-12)
+
+    length = 1000
+    plan = draw_mask_plan(
+        torch.tensor([3]),
+        torch.tensor([length]),
+        torch.ones(1, 2, dtype=torch.bool),
+        window_length=length,
+        law="uniform",
+        sampling="quadrature",
+        num_draws=num_draws,
+        block_length=8,
+        seed=0,
+        iteration=0,
+    )
+    counts = plan.is_noised.sum(-1)[0].tolist()
+    assert counts == [math.ceil(length * node) for node in nodes]
+    # a log-probability of minus the share of masked tokens: the integral of t is a half
+    share = plan.is_noised.float().mean(-1, keepdim=True)
+    estimate = (plan.weight * share).sum() / num_draws
+    assert estimate.item() == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_mask_rate_replaces_the_random_share_of_the_rows_that_have_one():
+    plan = draw_mask_plan(
+        torch.tensor([0, 1, 2]),
+        torch.tensor([8, 8, 8]),
+        torch.ones(3, 2, dtype=torch.bool),
+        window_length=8,
+        law="uniform",
+        sampling="independent",
+        num_draws=4,
+        block_length=8,
+        seed=0,
+        iteration=0,
+        mask_rate=torch.tensor([0.25, math.nan, 1.0]),
+    )
+
+    counts = plan.is_noised.sum(-1)
+    assert counts[0].tolist() == [2] * 4
+    assert counts[2].tolist() == [8] * 4
+    assert len(set(counts[1].tolist())) > 1

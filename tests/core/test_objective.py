@@ -9,11 +9,13 @@ from torch import Tensor
 
 from tests import naive
 from trl_stabledrl.core.objective import (
+    as_shares,
     kl_estimate,
     log_clip_bounds,
     log_ratio,
     policy_loss,
     self_normalized_weights,
+    update_shares,
     weight_metrics,
     without_rounding,
 )
@@ -358,3 +360,21 @@ def test_equal_rewards_leave_no_advantage_but_others_are_kept_to_the_bit():
     found = without_rounding(advantage[order], groups[order])
 
     assert torch.equal(found, torch.where(groups == 1, advantage, 0.0)[order])
+
+
+def test_the_shares_of_an_update_are_those_of_weight_times_advantage():
+    weight, advantage = torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.tensor([1.0, -3.0, 1.0, -9.0])
+
+    shares = update_shares(weight, advantage)
+
+    assert shares["update/negative_share"].item() == pytest.approx(0.75 / 1.5)
+    assert shares["update/max_share"].item() == pytest.approx(0.75 / 1.5)
+    assert all(value.isnan() for value in update_shares(weight, torch.zeros(4)).values())
+
+
+def test_shares_sum_to_one_in_every_group_that_has_weight():
+    group_index = torch.tensor([0, 1, 0, 1, 2])
+
+    shares = as_shares(torch.tensor([1.0, 0.0, 3.0, 0.0, 2.0]), group_index)
+
+    assert shares.tolist() == [0.25, 0.0, 0.75, 0.0, 1.0]

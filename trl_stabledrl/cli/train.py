@@ -12,6 +12,7 @@ from datasets import Dataset
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_quantization_config
 
 from ..checks import check_num_prompts
+from ..core.peers import OBJECTIVES
 from ..rewards import BUILTIN_REWARDS, RewardFunc, load_reward
 from ..stabledrl_config import StableDRLConfig
 from .console import UserError, checking, counted, run_cleanly, show_facts
@@ -262,7 +263,11 @@ def _plan(args: Any, train: Any, held_out: Any, rewards: Sequence[RewardFunc]) -
             f"{args.mask_law}, {counted(args.num_mc_samples, f'{args.mc_sampling} draw')}, old policy under "
             + ("the same masks" if args.mask_coupling == "shared" else "its own masks"),
         ),
-        ("objective", f"{args.surrogate} surrogate, {_clip(args)}, {counted(args.num_iterations, 'inner iteration')}"),
+        (
+            "objective",
+            f"{args.objective}, {args.surrogate} surrogate, {_clip(args)}, "
+            f"{counted(args.num_iterations, 'inner iteration')}",
+        ),
         (
             "scoring",
             f"{old + weights + update:g} forward passes per row and rollout: {old:g} old, {weights:g} for weights, "
@@ -291,16 +296,22 @@ def scoring_passes(args: Any) -> tuple[float, float]:
     mu, draws = args.num_iterations, passes_per_score(args)
     steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
     windows = mu * max(1, steps // accumulation)
+    holds_whole_groups = args.per_device_train_batch_size * args.world_size % args.num_generations == 0
+    if not OBJECTIVES[args.objective].uses_ratio:
+        num_weighed = 0 if args.beta == 0.0 or holds_whole_groups else windows
+        return 0.0, num_weighed / windows * mu * draws
     is_shared = args.mask_coupling == "shared"
     # the first update after a rollout is on policy: under shared masks nobody looks at its old scores
     old = (mu - 1) * draws if is_shared and steps <= accumulation else mu * draws
-    if args.per_device_train_batch_size * args.world_size % args.num_generations == 0:
+    if holds_whole_groups:
         return old, 0.0
     num_weighed = windows - 1 if is_shared and args.beta == 0.0 else windows
     return old, num_weighed / windows * mu * draws
 
 
 def _clip(args: StableDRLConfig) -> str:
+    if args.epsilon is None:
+        return "no clip"
     if args.clip_mode == "upper":
         return f"ratios capped at {args.ratio_cap:g}"
     return f"ratios in [{max(0.0, 1 - args.epsilon):g}, {1 + args.epsilon:g}]"

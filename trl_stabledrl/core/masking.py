@@ -17,7 +17,7 @@ from torch import Tensor
 from .noise import UNIT_BITS, Stream, random_bits, unit_bits
 
 MaskLaw = Literal["uniform", "block_suffix", "semi_ar", "full", "staircase"]
-McSampling = Literal["independent", "stratified", "complementary", "cyclic"]
+McSampling = Literal["independent", "stratified", "complementary", "cyclic", "quadrature"]
 
 CONTEXT_MASK_PROBABILITY = 0.15
 """Chance that `block_suffix` masks a token of the prompt or of an earlier block (SPG, arXiv 2510.09541)."""
@@ -54,6 +54,11 @@ def check_draws(law: str, sampling: str, num_draws: int) -> None:
             f"mc_sampling='cyclic' with mask_law={law!r}: cyclic counts go through the sizes of each block, which "
             "only mask_law='staircase' masks separately. Use 'independent', 'stratified' or 'complementary'."
         )
+    if sampling == "quadrature" and law != "uniform":
+        raise ValueError(
+            f"mc_sampling='quadrature' with mask_law={law!r}: it fixes the share of masked tokens, over which "
+            "mask_law='uniform' alone integrates. Use 'independent', 'stratified' or 'complementary'."
+        )
     if law == "full" and num_draws > 1:
         raise ValueError(
             f"num_mc_samples={num_draws} with mask_law='full' would repeat one and the same mask. Use "
@@ -73,6 +78,18 @@ def _masked_count(
     numerator = size * ((stratum << UNIT_BITS) + u + 1)
     denominator = num_strata << UNIT_BITS
     return (numerator + denominator - 1) // denominator
+
+
+def gauss_legendre(num_nodes: int) -> tuple[list[float], list[float]]:
+    """
+    Nodes and weights on (0, 1) that integrate polynomials up to degree `2 num_nodes - 1` exactly.
+
+    By Golub and Welsch: eigenvalues of the Jacobi matrix of the Legendre polynomials, in float64.
+    """
+    k = torch.arange(1, num_nodes, dtype=torch.float64)
+    off_diagonal = k / (4 * k.square() - 1).sqrt()
+    nodes, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))
+    return ((nodes + 1) / 2).tolist(), vectors[0].square().tolist()
 
 
 def _masked_per_block(
@@ -118,6 +135,7 @@ def draw_mask_plan(
     seed: int,
     iteration: int,
     block_offset: Int[Tensor, " B"] | None = None,
+    mask_rate: Float[Tensor, " B"] | None = None,
 ) -> MaskPlan:
     r"""
     Draw the masks of every row, as a function of `(seed, noise_key, iteration, draw index)` alone.
@@ -149,7 +167,9 @@ def draw_mask_plan(
             How the `M` draws of a row relate: `"independent"`; `"stratified"`, the count of draw m taken from the
             m-th of M equal parts; `"complementary"`, pairs that mask every token of the active set once; `"cyclic"`,
             for the staircase, `k_m = 1 + (o + m) mod len_b` from a random start `o` per block: unbiased for any `M`,
-            and every count once where `M = len_b`.
+            and every count once where `M = len_b`; `"quadrature"`, for the uniform law, shares of masked tokens at the
+            nodes of a Gauss-Legendre rule, and its weights: no noise in the count, at the price of a bias that
+            vanishes with the length (GDPO, https://huggingface.co/papers/2510.08554).
         num_draws (`int`):
             `M`. Even for `"complementary"`, 1 for `"full"`.
         block_length (`int`):
@@ -161,12 +181,16 @@ def draw_mask_plan(
         block_offset (`Int[Tensor, "B"]`, *optional*):
             For the staircase, whose blocks are counted from the start of the prompt: prompt tokens in the block of the
             first completion token, below `block_length`.
+        mask_rate (`Float[Tensor, "B"]`, *optional*):
+            Share of the tokens to mask, in (0, 1], instead of a random one; NaN leaves a row to its law. What is
+            estimated is then no bound: a stress for objectives, not an estimator.
 
     Returns:
         [`MaskPlan`]
     """
     check_draws(law, sampling, num_draws)
     assert (block_offset is not None) == (law == "staircase"), "blocks start at the completion in every other law"
+    assert mask_rate is None or sampling == "independent", "the other schemes decide on the counts themselves"
     device = noise_key.device
     draw = torch.arange(num_draws, device=device)
     is_paired = sampling == "complementary"
@@ -187,6 +211,19 @@ def draw_mask_plan(
 
     stratum = draw if sampling == "stratified" else torch.zeros_like(draw)
     num_strata = num_draws if sampling == "stratified" else 1
+    nodes, node_weights = gauss_legendre(num_draws) if sampling == "quadrature" else ([], [])
+
+    def share(u: Tensor) -> Tensor:
+        """The share of masked tokens, in units of 2**-UNIT_BITS less one."""
+        if nodes:
+            fixed = torch.tensor([round(node * (1 << UNIT_BITS)) - 1 for node in nodes], device=device)
+            u = fixed.expand_as(u)
+        if mask_rate is None:
+            return u
+        rate = mask_rate.reshape(-1, *[1] * (u.ndim - 1)).double()
+        fixed = (rate * (1 << UNIT_BITS)).nan_to_num(nan=1.0).round().long().clamp(1, 1 << UNIT_BITS) - 1
+        return torch.where(rate.isnan(), u, fixed)
+
     no_prompt = torch.zeros(len(noise_key), num_draws, prompt_mask.shape[1], dtype=torch.bool, device=device)
 
     if block_offset is not None:
@@ -198,7 +235,7 @@ def draw_mask_plan(
         chosen, odds = _masked_per_block(
             is_completion,
             token_block[:, None].expand(-1, num_draws, -1),
-            unit_bits(random_bits(seed, Stream.COUNT, *count_keys)).expand(-1, num_draws, -1),
+            share(unit_bits(random_bits(seed, Stream.COUNT, *count_keys)).expand(-1, num_draws, -1)),
             bits(Stream.ORDER, position),
             cycle=draw if sampling == "cyclic" else None,
             stratum=stratum,
@@ -229,7 +266,7 @@ def draw_mask_plan(
     # exactly k of them, in the order of random integers keyed by the position in the window
     sort_key = bits(Stream.ORDER, position).masked_fill(~is_active, torch.iinfo(torch.int64).max)
     rank = sort_key.argsort(dim=-1).argsort(dim=-1)  # (B, M, W)
-    count = size if law == "full" else _masked_count(unit_bits(bits(Stream.COUNT)), size, stratum, num_strata)
+    count = size if law == "full" else _masked_count(share(unit_bits(bits(Stream.COUNT))), size, stratum, num_strata)
     is_first = rank < count[..., None]
     # the partner masks the other tokens, or the same full mask when there are none: its size stays uniform on 1..L
     takes_rest = is_partner & (count < size) if law != "full" else torch.zeros_like(count, dtype=torch.bool)
@@ -258,6 +295,8 @@ def draw_mask_plan(
         odds = torch.where(is_active, active_odds, torch.where(is_later, 1.0, 1.0 / CONTEXT_MASK_PROBABILITY))
     else:
         weight = (1.0 / safe_count).expand(-1, -1, window_length)
+        if nodes:  # `elbo_per_token` divides by the number of draws again
+            weight = weight * num_draws * torch.tensor(node_weights, device=device)[:, None]
         odds = active_odds.expand(-1, -1, window_length)
     return MaskPlan(
         is_noised_prompt=is_noised_prompt,

@@ -121,6 +121,25 @@ def self_normalized_weights(
     return (clipped - top).exp() / total
 
 
+def as_shares(weight: Float[Tensor, " B"], group_index: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """
+    Scale weights to a sum of one in each group, for the metrics of objectives that do not normalise them.
+
+    Args:
+        weight (`Float[Tensor, "B"]`):
+            Weights, none negative, over whole groups.
+        group_index (`Int[Tensor, "B"]`):
+            Prompt of each row.
+
+    Returns:
+        `Float[Tensor, "B"]`:
+            Zero in a group without weight.
+    """
+    is_same_group = group_index[:, None] == group_index[None, :]
+    total = (is_same_group * weight).sum(-1)
+    return weight / torch.where(total > 0.0, total, 1.0)
+
+
 def without_rounding(advantage: Float[Tensor, " B"], group_index: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """
     Set the advantages of a group to exactly zero where its rewards are all equal.
@@ -241,7 +260,9 @@ def weight_metrics(
     sum_squares = torch.where(is_same_group, weight.double().square()[None, :], 0.0).sum(-1)
     # every row counts its group once, so each group is weighed by one over its finite rows
     per_group = torch.where(is_finite, 1.0 / group_size, 0.0)
-    ess = (per_group / (sum_squares * group_size).clamp(min=1e-300)).sum() / per_group.sum()
+    has_weight = sum_squares > 0.0  # an objective may hold every row of a group
+    share_of_group = torch.where(has_weight, 1.0 / torch.where(has_weight, sum_squares * group_size, 1.0), 0.0)
+    ess = (per_group * share_of_group).sum() / (per_group * has_weight).sum()
 
     def share(condition: Bool[Tensor, " B"]) -> Float[Tensor, ""]:
         return (condition & is_finite).sum().double() / num_finite
@@ -263,4 +284,27 @@ def weight_metrics(
         "weights/max": torch.where(num_finite > 0, weight.double().max(), torch.nan),
         "weights/saturated": share(value >= log_clip_high),
         "unscorable": (~is_finite).sum().double(),
+    }
+
+
+def update_shares(weight: Float[Tensor, " B"], advantage: Float[Tensor, " B"]) -> dict[str, Float[Tensor, ""]]:
+    """
+    Say who an update is made of: a collapse shows as an update that unlearns few bad completions.
+
+    Args:
+        weight (`Float[Tensor, "B"]`):
+            Weight of each row of an optimizer step, from every process.
+        advantage (`Float[Tensor, "B"]`):
+            Its advantage.
+
+    Returns:
+        `dict[str, Float[Tensor, ""]]`:
+            0-dimensional float64 tensors: `update/negative_share` (of `sum |w A|`, what rows with negative advantages
+            hold) and `update/max_share` (what one row holds). NaN where no row moves anything.
+    """
+    pull = (weight * advantage).double().abs()
+    total = torch.where(pull.sum() > 0.0, pull.sum(), torch.nan)
+    return {
+        "update/negative_share": torch.where(advantage < 0.0, pull, 0.0).sum() / total,
+        "update/max_share": pull.max() / total,
     }

@@ -28,6 +28,18 @@ def grade(expression, target, numbers):
         (r"\frac{8}{4}+3", 5, [8, 4, 3], 1.0),
         ("$8*3+1$", 25, [1, 3, 8], 1.0),
         ("8*3+1=25", 25, [1, 3, 8], 1.0),
+        (r"\(8 \times 3 + 1\)", 25, [1, 3, 8], 1.0),
+        (r"\[8 \times 3 + 1\]", 25, [1, 3, 8], 1.0),
+        (r"8\,\times\,3+1", 25, [1, 3, 8], 1.0),
+        ("**8*3+1**", 25, [1, 3, 8], 1.0),
+        ("8*3+1.", 25, [1, 3, 8], 1.0),
+        ("8\N{ASTERISK OPERATOR}3+1", 25, [1, 3, 8], 1.0),
+        (r"\frac{\frac{8}{1}}{2}", 4, [8, 1, 2], 1.0),
+        (r"\frac81*3", 24, [1, 3, 8], 1.0),
+        ("8*3+1 = 25.0", 25, [1, 3, 8], 1.0),
+        ("8*3+1 = 25.1", 25, [1, 3, 8], 0.0),
+        ("8**3+1", 25, [1, 3, 8], 0.0),
+        ("8.3+1", 25, [1, 3, 8], 0.0),
         ("8*3+1=24", 25, [1, 3, 8], 0.0),
         ("8*3+1=25=25", 25, [1, 3, 8], 0.0),
         ("8*3+1=24+1", 25, [1, 3, 8], 0.0),
@@ -60,6 +72,20 @@ def test_a_box_counts_and_bare_text_does_not():
 def test_the_format_reward_ignores_the_value():
     completions = ["<answer>8+3+1</answer>", "<answer>8+3</answer>", "<answer>8*3+</answer>", "8+3+1"]
     assert countdown_format_reward(completions, numbers=[[1, 3, 8]] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("numbers", [[5.9], [-5], ["x"], [None], [], "5", 5, None])
+def test_numbers_that_are_no_integers_are_an_error_in_the_data(numbers):
+    with pytest.raises(ValueError, match=r"Column `numbers` .* got .* \[1, 3, 8\]"):
+        grade("5", 5, numbers)
+    with pytest.raises(ValueError, match=r"Column `numbers` "):
+        countdown_format_reward(["5"], numbers=[numbers])
+
+
+@pytest.mark.parametrize("target", [None, "x", [5], float("inf"), float("nan")])
+def test_a_target_that_is_no_number_is_an_error_in_the_data(target):
+    with pytest.raises(ValueError, match=r"Column `target` .* got .* such as 25"):
+        grade("5", target, [5])
 
 
 def random_expression(rng, numbers):

@@ -47,3 +47,8 @@ def test_a_short_text_without_a_box_keeps_the_bonus():
 def test_exact_match_ignores_only_white_space_around_the_answer():
     completions = [" 12\n", "1 2", "012", "12", [{"role": "assistant", "content": "12"}]]
     assert exact_match_reward(completions, answer=["12", "12", "12", 12, "12 "]) == [1.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_exact_match_needs_a_right_answer():
+    with pytest.raises(ValueError, match="Column `answer` .* got None"):
+        exact_match_reward(["None"], answer=[None])

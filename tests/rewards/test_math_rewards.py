@@ -19,6 +19,90 @@ def test_gsm8k_compares_exactly():
     assert gsm8k_reward(nearly, answer=["1/10"] * 3 + ["1/3"] * 2) == [1.0, 0.0, 1.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        ("<answer>- 72</answer>", "-72", 1.0),
+        ("<answer>- 72</answer>", "72", 0.0),
+        (r"\boxed{- 72}", "-72", 1.0),
+        ("The answer is - 72", "-72", 1.0),
+        ("The answer is - 72", "72", 0.0),
+        (r"<answer>\sqrt{144}</answer>", "144", 0.0),
+        (r"\boxed{72!}", "72", 0.0),
+        ("<answer>72x</answer>", "72", 0.0),
+        ("<answer>72k</answer>", "72", 0.0),
+        ("<answer>72 thousand</answer>", "72", 0.0),
+        (r"\boxed{72\text{ thousand}}", "72", 0.0),
+        ("The answer is 72 or maybe 3.", "72", 0.0),
+        (r"\boxed{72\text{ cm}^2}", "72", 1.0),
+        (r"\boxed{24\,\text{ft}^2}", "24", 1.0),
+        ("<answer>24 ft^2</answer>", "24", 1.0),
+        (r"<answer>72^\circ</answer>", "72", 1.0),
+        (r"<answer>\frac{-144}{2}</answer>", "-72", 1.0),
+        (r"<answer>7.2 \times 10^1</answer>", "72", 1.0),
+        ("<answer>1 234</answer>", "1234", 1.0),
+        ("<answer>72 = 3 * 24</answer>", "72", 1.0),
+        (r"so \boxed72", "72", 1.0),
+        (r"so $\boxed72$.", "72", 1.0),
+        ("The answer is 72 = 3 * 24.", "72", 1.0),
+        ("<answer>72 clips, that is 72.0</answer>", "72", 1.0),
+        (r"<answer>2\frac{1}{2}</answer>", "5/2", 1.0),
+        (r"<answer>72\pi</answer>", "72", 0.0),
+        ("<answer>72 miles</answer>", "72", 1.0),
+        ("<answer>72 m</answer>", "72", 1.0),
+        ("<answer>72m</answer>", "72", 1.0),
+        ("<answer>72%</answer>", "72", 1.0),
+        ("<answer>x = 72</answer>", "72", 1.0),
+        ("<answer>x + 72</answer>", "72", 0.0),
+        ("<answer>x - 72</answer>", "72", 0.0),
+        ("<answer>72 - y</answer>", "72", 0.0),
+        ("<answer>sqrt(144)</answer>", "144", 0.0),
+        ("<answer>\N{SQUARE ROOT}144</answer>", "144", 0.0),
+        ("<answer>**72**</answer>", "72", 1.0),
+        ("He has 72!", "72", 1.0),
+        ("The answer is 72!", "72", 1.0),
+        (r"<answer>\textbf{72}</answer>", "72", 1.0),
+        (r"<answer>\$72</answer>", "72", 1.0),
+        (r"<answer>-\frac{144}{-2}</answer>", "72", 1.0),
+        ("<answer>2^{10}</answer>", "10", 0.0),
+        ("<answer>$1,234$</answer>", "1234", 1.0),
+        ("- 6 per box\n- 12 boxes", "12", 1.0),
+        ("6 - 12", "12", 1.0),
+        ("<answer>72 square feet</answer>", "72", 1.0),
+        ("<answer>72 apples</answer>", "72", 1.0),
+        ("<answer>She has 72 I think</answer>", "72", 1.0),
+        ("x = - 72", "-72", 1.0),
+        ("<answer>1 234 567</answer>", "1234567", 1.0),
+        ("<answer>72 a day</answer>", "72", 1.0),
+        (r"<answer>72\text{ x}</answer>", "72", 0.0),
+        ("The answer is 72 minutes or 1.2 hours", "72", 1.0),
+        ("<answer>$72/hour</answer>", "72", 1.0),
+        (r"<answer>\log 100</answer>", "100", 0.0),
+        ("<answer>$- 72$</answer>", "-72", 1.0),
+        ("<answer>-72</answer>", "-72", 1.0),
+        ("<answer>\N{MINUS SIGN} 72</answer>", "-72", 1.0),
+        (r"<answer>\mathbf{72}</answer>", "72", 1.0),
+        ("<answer>72k</answer>", "72000", 0.0),
+        (r"\boxed72^2", "72", 0.0),
+        ("<answer>20 dollars</answer>", "20", 1.0),
+        (r"<answer>72 \text{ miles per hour}</answer>", "72", 1.0),
+        ("<answer>12:30</answer>", "30", 0.0),
+        ("<answer>60 + 12 = 72 km</answer>", "72", 1.0),
+        ("#### - 72", "-72", 1.0),
+        ("<answer>15 cubic meters</answer>", "15", 1.0),
+        ("<answer>I think it's $72 - that's it</answer>", "72", 1.0),
+    ],
+)
+def test_gsm8k_reads_a_number_as_it_is_meant(completion, gold, expected):
+    assert gsm8k_reward([completion], answer=[gold]) == [expected]
+
+
+@pytest.mark.parametrize("answer", [None, "", " ", "$$", r"\boxed{}"])
+def test_math_needs_an_expression_as_the_right_answer(answer):
+    with pytest.raises(ValueError, match=r"Column `answer` .* got .*LaTeX"):
+        math_reward(["5"], answer=[answer])
+
+
 def test_gsm8k_needs_a_number_as_the_right_answer():
     with pytest.raises(ValueError, match=r"Column `answer` .* got 'x\+1'.*math_reward"):
         gsm8k_reward(["1"], answer=["x+1"])

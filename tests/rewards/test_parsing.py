@@ -21,6 +21,9 @@ from trl_stabledrl.rewards.parsing import completion_text, extract_answer, extra
         (r"\boxed{5} wait \boxed{7", ""),
         (r"\boxed{5\}", ""),
         (r"put it in \boxed", None),
+        (r"\boxed72", "72"),
+        (r"$\boxed 1,234.5$.", "1,234.5"),
+        (r"\boxed72^2", None),
     ],
 )
 def test_the_last_box_is_read_with_balanced_braces(text, expected):
@@ -106,6 +109,8 @@ def test_one_number_is_the_answer_or_none_is(text, expected):
         ([{"role": "assistant", "content": "first"}, {"role": "assistant", "content": "last"}], "last"),
         ([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "ab"),
         ([{"role": "assistant", "content": None}], ""),
+        ([{"role": "assistant", "tool_calls": []}], ""),
+        ([{"role": "assistant", "content": [{"type": "text", "text": None}, {"type": "text"}, {}]}], ""),
         ([], ""),
     ],
 )

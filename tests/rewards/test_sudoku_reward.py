@@ -52,6 +52,16 @@ def test_there_are_288_grids_and_every_one_solves_the_empty_puzzle():
         (SOLVED, 1.0),
         ("|1|2|3|4|\n|3|4|1|2|\n+--+--+\n|2|1|4|3|\n|4|3|2|1|", 1.0),
         ("[[1, 2, 3, 4], [3, 4, 1, 2], [2, 1, 4, 3], [4, 3, 2, 1]]", 1.0),
+        ("┌─┬─┐\n│1 2│3 4│\n│3 4║1 2│\n├─┼─┤\n│2 1│4 3│\n│4 3│2 1│\n└─┴─┘", 1.0),
+        ("1 2 3 4\n3 4 1 2\n=======\n2 1 4 3\n4 3 2 1", 1.0),
+        (r"1\,2\,3\,4 3\,4\,1\,2 2\,1\,4\,3 4\,3\,2\,1", 1.0),
+        (r"1 & 2 & 3 & 4 \\ 3 & 4 & 1 & 2 \\ 2 & 1 & 4 & 3 \\ 4 & 3 & 2 & 1", 1.0),
+        (r"\begin{array}{|cc|cc|} \hline 1&2&3&4 \\ 3&4&1&2 \\ 2&1&4&3 \\ 4&3&2&1 \end{array}", 1.0),
+        ("1234/3412/2143/4321", 1.0),
+        ("|1|2|3|4|\n|:-:|:-:|---|--:|\n|3|4|1|2|\n|2|1|4|3|\n|4|3|2|1|", 1.0),
+        ("Row 1: 1 2 3 4\nRow 2: 3 4 1 2\nRow 3: 2 1 4 3\nRow 4: 4 3 2 1", 1.0),
+        ("Row 1: 1 2 3 4\nRow 2: 3 4 1 2\nRow 3: 2 1 4 3\nRow 4: 4 3 2", 0.0),
+        (f"Solution 1: {SOLVED}", 1.0),
         (f"4x4\n{SOLVED}", 1.0),
         (f"Puzzle: {PUZZLE}\nSolved: {SOLVED}", 1.0),
         (f"Solved: {SOLVED} from {PUZZLE}", 0.0),
@@ -95,7 +105,7 @@ def test_a_full_puzzle_is_its_own_solution():
     assert grade(SOLVED, SOLVED) == 1.0
 
 
-@pytest.mark.parametrize("puzzle", ["12", "1" * 16, "x" * 16, "5" + "0" * 15])
+@pytest.mark.parametrize("puzzle", [None, 1234, [1, 2], "12", "1" * 16, "x" * 16, "5" + "0" * 15])
 def test_an_unsolvable_puzzle_is_an_error_in_the_data(puzzle):
     with pytest.raises(ValueError, match=r"Column `puzzle` .* got .* 16 digits"):
         grade(SOLVED, puzzle)

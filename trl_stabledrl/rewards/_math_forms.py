@@ -25,8 +25,21 @@ _RATIONAL = re.compile(
     r"(?:\{(?P<bottom_sign>-?)(?P<bottom>[0-9]+)\}|(?P<short_bottom>[0-9]))"
     r"|(?P<mixed>[0-9]+) (?P<mixed_top>[0-9]+)/(?P<mixed_bottom>[0-9]+)"
     r"|(?P<before>[0-9]*)\.(?P<fixed>[0-9]*)\\overline\{?(?P<repeated>[0-9]+)\}?"
-    r"|(?P<decimal>[0-9]+\.?[0-9]*|\.[0-9]+)(?:/(?P<divisor>[0-9]+))?)"
+    r"|(?P<decimal>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?)(?:/(?P<divisor>[0-9]+))?)"
     r"(?P<percent>%?)"
+)
+_BOLD = re.compile(r"\\(?:boldsymbol|bm)(?![A-Za-z])")
+_NEGATION = re.compile(r"\\(?:neg|lnot)(?![A-Za-z])")
+_CENTS = re.compile(r"(.*[0-9])\s*(?:\u00a2|\\text\{\s*\u00a2\s*\}|\\cents?)", re.DOTALL)
+# \text{5 apples}: the number belongs before the text
+_COUNTED = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{\s*(-?[0-9][0-9.,/]*)\s+([A-Za-z]+)\s*\}")
+# A number times something that is no unit: 2d, 5\text{x}, 5\text{ thousand}
+_SCALED = re.compile(
+    r"-?[0-9][0-9.,]*\s*(?:[A-Za-z]|\\(?:text|textrm|mathrm|mbox)\s*\{\s*(?:[A-Za-z]"
+    r"|(?:hundred|thousand|million|billion|trillion)s?)\s*\})"
+)
+_SET_BUILDER = re.compile(
+    r"\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?\s*)?(?:\\mid|\\vert|\||:)(?P<condition>[^,;{}|]*)\\\}"
 )
 _BASE = re.compile(r"([0-9A-Fa-f]+)_\{?([0-9]+)\}?")
 
@@ -97,7 +110,7 @@ def decide(gold: str, answer: str) -> bool | None:
         `bool` or `None`:
             `None` for a pair that a computer algebra system should compare, as `prepared` writes it.
     """
-    gold, answer = _without_label(gold, answer)
+    gold, answer = _without_label(_plain(gold), _plain(answer))
     if _squeezed(gold) == _squeezed(answer):
         return True
     gold_words, words = _words(gold), _words(answer)
@@ -108,16 +121,23 @@ def decide(gold: str, answer: str) -> bool | None:
             return False
     if not _WRAPPER.search(gold + answer) and _squeezed(gold).lower() == _squeezed(answer).lower():
         return False  # as symbols: a is not A, whatever math-verify makes of 2a and 2A
+    if bool(_NEGATION.search(gold)) != bool(_NEGATION.search(answer)):
+        return False  # math-verify reads past the sign
     (gold, gold_unit), (answer, unit) = _without_unit(gold), _without_unit(answer)
     gold_number, number = _rational(gold), _rational(answer)
     if gold_unit is not None and unit is not None and gold_unit != unit and "any" not in (gold_unit[0], unit[0]):
         if gold_unit[0] != unit[0] or gold_number is None or number is None:
             return False
         return gold_number[0] * gold_unit[1] == number[0] * unit[1]
+    for one, other_unit in ((gold_number, unit), (number, gold_unit)):
+        if one is not None and one[1] and other_unit is not None and other_unit[0] == "angle":
+            return False  # 30% is not 30 degrees
     if gold_number is not None and number is not None:
         return _is_equal_number(*gold_number, *number)
     if _squeezed(gold) == _squeezed(answer):
         return True
+    if (gold_number and _SCALED.fullmatch(answer)) or (number and _SCALED.fullmatch(gold)):
+        return False
     gold_base, base = _BASE.fullmatch(gold), _BASE.fullmatch(answer)
     if gold_base is not None:
         if base is not None:
@@ -136,7 +156,7 @@ def decide(gold: str, answer: str) -> bool | None:
 
 def prepared(gold: str, answer: str) -> tuple[str, str]:
     """The pair in the form in which a computer algebra system reads it as meant."""
-    gold, answer = (_readable(_without_unit(text)[0]) for text in _without_label(gold, answer))
+    gold, answer = (_readable(_without_unit(text)[0]) for text in _without_label(_plain(gold), _plain(answer)))
     if _bracket(answer) == "(" and not _bracket(gold) and "," in gold and "(" not in gold:
         gold = f"({gold})"  # a list that is answered by a pair: the order counts
     return gold, answer
@@ -146,6 +166,15 @@ def _is_equal_number(gold: Fraction, gold_is_percent: bool, number: Fraction, is
     if gold == number:
         return True
     return gold_is_percent != is_percent and (gold == 100 * number if gold_is_percent else 100 * gold == number)
+
+
+def _plain(text: str) -> str:
+    r"""Without bold type, and a set of numbers by its condition alone, as `x>3`."""
+    text = _BOLD.sub("", text).strip()
+    builder = re.fullmatch(_SET_BUILDER, re.sub(r"\\(?:left|right)(?![a-z])", "", text))
+    if builder is None or re.search(r"[<>]|\\(?:le|ge|lt|gt)", builder["condition"]) is None:
+        return text
+    return builder["condition"].strip()
 
 
 def _squeezed(text: str) -> str:
@@ -188,6 +217,10 @@ def _is_wrapped_text(text: str) -> bool:
 def _without_unit(text: str) -> tuple[str, tuple[str, Fraction] | None]:
     """An expression without the unit behind it, and the unit, if it is one we know."""
     text = text.strip()
+    cents = _CENTS.fullmatch(text)
+    if cents is not None:
+        return cents[1], _UNITS["cent"]
+    text = _COUNTED.sub(r"\1\\text{ \2}", text) if _COUNTED.fullmatch(text) else text
     if text.startswith(("\\$", "$")):
         return text.lstrip("\\$ "), _UNITS["dollar"]
     degrees = _DEGREES.fullmatch(text)

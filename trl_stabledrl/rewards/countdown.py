@@ -14,19 +14,32 @@ from .parsing import completion_text, marked_answer
 _MAX_CHARS = 200
 _MAX_DEPTH = 20
 _MAX_DIGITS = 9
+_CLAIM = re.compile(rf"-?[0-9]{{1,{_MAX_DIGITS}}}(?:\.[0-9]{{1,{_MAX_DIGITS}}})?")
 _TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
-_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
 _AS_ASCII = {
     "\N{MULTIPLICATION SIGN}": "*",
     "\N{DIVISION SIGN}": "/",
     "\N{MINUS SIGN}": "-",
     "\N{MIDDLE DOT}": "*",
     "\N{DOT OPERATOR}": "*",
+    "\N{ASTERISK OPERATOR}": "*",
     "\\times": "*",
     "\\cdot": "*",
     "\\div": "/",
     "\\left": "",
     "\\right": "",
+    "\\(": "",
+    "\\)": "",
+    "\\[": "",
+    "\\]": "",
+    "\\,": " ",
+    "\\:": " ",
+    "\\;": " ",
+    "\\!": "",
+    "\\ ": " ",
+    "\\quad": " ",
+    "~": " ",
     "$": "",
 }
 
@@ -38,7 +51,8 @@ def countdown_reward(
     Reward function that checks a Countdown answer: every given number used exactly once, and the right value, exactly.
 
     The answer is the last `<answer>` block or `\boxed{}`: integers with + - * / and parentheses (also × ÷ and
-    their LaTeX names), a minus in front of a sum allowed, optionally followed by `= value`. It is parsed, never run.
+    their LaTeX names), a minus in front of a sum allowed, optionally followed by `= value`; math delimiters, bold type
+    and a full stop around it do not count. It is parsed, never run.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
@@ -67,19 +81,40 @@ def countdown_reward(
 
 def grade_countdown(completions: list[Any], target: list[Any], numbers: list[list[int]], **kwargs: Any) -> list[Grade]:
     """Grades of `countdown_reward`. An answer that is no expression of exactly the numbers is `"invalid"`."""
-    return [
-        _grade(completion, goal, given) for completion, goal, given in zip(completions, target, numbers, strict=True)
-    ]
+    rows = zip(completions, map(_goal, target), map(_given, numbers), strict=True)
+    return [_grade(completion, goal, given) for completion, goal, given in rows]
 
 
-def _grade(completion: Any, target: Any, numbers: list[int]) -> Grade:
+def _goal(target: Any) -> Fraction:
+    try:
+        return Fraction(target)
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError):
+        raise ValueError(
+            f"Column `target` must hold one number per row, got {target!r}. Give an integer, such as 25."
+        ) from None
+
+
+def _given(numbers: Any) -> Counter[int]:
+    try:
+        values = None if isinstance(numbers, str) else [Fraction(number) for number in numbers]
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError):
+        values = None
+    if not values or any(value.denominator != 1 or value < 0 for value in values):
+        raise ValueError(
+            f"Column `numbers` must hold a list of non-negative integers per row, got {numbers!r}. Give the numbers "
+            "to use, such as [1, 3, 8]."
+        )
+    return Counter(map(int, values))
+
+
+def _grade(completion: Any, target: Fraction, numbers: Counter[int]) -> Grade:
     answer = marked_answer(completion_text(completion))
     if not answer:
         return Grade(0.0, None, "no_answer")
     value = _value(answer, numbers)
     if value is None:
         return Grade(0.0, answer, "invalid")
-    return Grade(1.0, answer, "right") if value == Fraction(target) else Grade(0.0, answer, "wrong")
+    return Grade(1.0, answer, "right") if value == target else Grade(0.0, answer, "wrong")
 
 
 def countdown_format_reward(completions: list[Any], numbers: list[list[int]], **kwargs: Any) -> list[float]:
@@ -99,20 +134,28 @@ def countdown_format_reward(completions: list[Any], numbers: list[list[int]], **
             1.0 where the expression has a value, whatever it is, else 0.0.
     """
     answers = [marked_answer(completion_text(completion)) for completion in completions]
-    return [float(_value(answer, given) is not None) for answer, given in zip(answers, numbers, strict=True)]
+    return [
+        float(_value(answer, given) is not None) for answer, given in zip(answers, map(_given, numbers), strict=True)
+    ]
 
 
-def _value(answer: str | None, numbers: list[int]) -> Fraction | None:
+def _value(answer: str | None, numbers: Counter[int]) -> Fraction | None:
     """Value of the expression that is an answer, or `None` where it breaks a rule."""
     if not answer or len(answer) > _MAX_CHARS:
         return None
     for symbol, replacement in _AS_ASCII.items():
         answer = answer.replace(symbol, replacement)
-    answer = _FRACTION.sub(r"((\1)/(\2))", answer)
+    answer = answer.strip().removesuffix(".")
+    if answer.startswith("**") and answer.endswith("**"):
+        answer = answer[2:-2].strip().removesuffix(".")
+    for _ in range(_MAX_DEPTH):  # from the inside out
+        answer, num_replaced = _FRACTION.subn(r"((\1\2)/(\3\4))", answer)
+        if not num_replaced:
+            break
     expression, *claims = answer.split("=")
     tokens = _tokens(expression)
     # The numbers first: once they are the given ones, no expression of this length can grow large
-    if tokens is None or Counter(int(token) for token in tokens if token.isdigit()) != Counter(map(int, numbers)):
+    if tokens is None or Counter(int(token) for token in tokens if token.isdigit()) != numbers:
         return None
     value = _Parser(tokens).value()
     # "8*3+1 = 24" is a wrong statement, even where its left side is right
@@ -123,7 +166,7 @@ def _value(answer: str | None, numbers: list[int]) -> Fraction | None:
 
 def _claims(claim: str, value: Fraction) -> bool:
     claim = claim.strip()
-    return re.fullmatch(rf"-?[0-9]{{1,{_MAX_DIGITS}}}", claim) is not None and Fraction(claim) == value
+    return _CLAIM.fullmatch(claim) is not None and Fraction(claim) == value
 
 
 def _tokens(expression: str) -> list[str] | None:

@@ -42,6 +42,8 @@ def grade_exact_match(completions: list[Any], answer: list[Any], **kwargs: Any) 
 
 
 def _grade(text: str, gold: Any) -> Grade:
+    if gold is None:
+        raise ValueError("Column `answer` must hold one text per row, got None. Leave out rows without an answer.")
     if text == str(gold).strip():
         return Grade(1.0, text, "right")
     return Grade(0.0, text, "wrong") if text else Grade(0.0, None, "no_answer")

@@ -116,7 +116,7 @@ def grade_math(completions: list[Any], answer: list[Any], **kwargs: Any) -> list
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("`math_reward` needs math-verify. Install it with `pip install trl_stabledrl[math]`.")
     answers = [extract_answer(completion_text(completion)) for completion in completions]
-    pairs = [(_bare(str(gold)), given) for gold, given in zip(answer, answers, strict=True)]
+    pairs = [(_bare(gold), given) for gold, given in zip(answer, answers, strict=True)]
     reasons: list[Reason | None] = [_reason_without_pool(gold, given) for gold, given in pairs]
     # Completions of one prompt often agree
     open_pairs = list(dict.fromkeys(pair for pair, reason in zip(pairs, reasons, strict=True) if reason is None))
@@ -132,9 +132,16 @@ def _grade(answer: str | None, reason: Reason) -> Grade:
     return Grade(float(reason == "right"), answer or None, reason)
 
 
-def _bare(gold: str) -> str:
-    boxed = last_boxed(gold)
-    return (gold if boxed is None else boxed).strip().removeprefix("$").removesuffix("$").strip()
+def _bare(gold: Any) -> str:
+    text = "" if gold is None else str(gold)
+    boxed = last_boxed(text)
+    text = (text if boxed is None else boxed).strip().removeprefix("$").removesuffix("$").strip()
+    if not text:
+        raise ValueError(
+            f"Column `answer` must hold one expression per row, got {gold!r}. Give it as LaTeX, with or without "
+            r"`\boxed{}`, and leave out rows without an answer."
+        )
+    return text
 
 
 def _reason_without_pool(gold: str, answer: str | None) -> Reason | None:

@@ -12,7 +12,14 @@ from .grading import Grade
 from .parsing import completion_text, marked_answer
 
 # Digits with only the furniture of a drawn grid between them; the digits of a word such as "4x4" start no run
-_DIGIT_RUN = re.compile(r"(?<![^\W_])[0-9](?:[\s|,;\[\]+_-]*[0-9])*(?![^\W_])")
+_DIGIT_RUN = re.compile(r"(?<![^\W_])[0-9](?:[\s|,;\[\]+_/-]*[0-9])*(?![^\W_])")
+# What a drawn grid has besides: box-drawing characters, rulers, LaTeX arrays and their spaces, "Row 1:"
+_BORDER = re.compile(
+    "[\u2500-\u257f&]"
+    r"|={3,}|:?-:|:-|\\\\|\\[,;:! ]|\\hline|\\(?:begin|end)\{[a-z]{1,9}\}(?:\{[|clr ]{1,20}\})?"
+    r"|\b(?:row|r)\s{0,3}[1-4]\s{0,3}[:=]",
+    re.IGNORECASE,
+)
 
 
 def sudoku_reward(completions: list[Any], puzzle: list[str], **kwargs: Any) -> list[float]:
@@ -20,7 +27,7 @@ def sudoku_reward(completions: list[Any], puzzle: list[str], **kwargs: Any) -> l
     Reward function that checks a 4x4 Sudoku grid by the rules.
 
     The grid is the last run of 16 digits in the last `<answer>` block or `\boxed{}` or, without either, in the whole
-    completion; spaces, line breaks and drawn borders between digits do not count.
+    completion; spaces, line breaks, drawn borders and row labels between digits do not count.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
@@ -51,11 +58,20 @@ def grade_sudoku(completions: list[Any], puzzle: list[str], **kwargs: Any) -> li
     return [_grade(completion_text(text), clues) for text, clues in zip(completions, puzzle, strict=True)]
 
 
-def _grade(text: str, puzzle: str) -> Grade:
-    solutions = _solutions(puzzle)
+def _runs_of_16(text: str) -> list[str]:
+    return [digits for run in _DIGIT_RUN.findall(text) if len(digits := re.sub("[^0-9]", "", run)) == 16]
+
+
+def _grade(text: str, puzzle: Any) -> Grade:
+    solutions = _solutions(puzzle) if isinstance(puzzle, str) else ()
+    if not solutions:
+        raise ValueError(
+            f"Column `puzzle` must hold solvable 4x4 puzzles, got {puzzle!r}. Write 16 digits from 0 to 4, row by "
+            "row, with 0 for an empty cell, as one text."
+        )
     marked = marked_answer(text)
-    runs = _DIGIT_RUN.findall(text if marked is None else marked)
-    grids = [digits for run in runs if len(digits := re.sub("[^0-9]", "", run)) == 16]
+    answer = text if marked is None else marked
+    grids = _runs_of_16(_BORDER.sub(" ", answer)) or _runs_of_16(answer)
     if not grids:
         return Grade(0.0, marked or None, "invalid" if marked else "no_answer")
     grid = grids[-1]
@@ -80,14 +96,8 @@ def _grids() -> tuple[str, ...]:
 
 @cache
 def _solutions(puzzle: str) -> tuple[str, ...]:
-    solutions: tuple[str, ...] = ()
-    if re.fullmatch("[0-4]{16}", puzzle):
-        solutions = tuple(
-            grid for grid in _grids() if all(clue in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True))
-        )
-    if not solutions:
-        raise ValueError(
-            f"Column `puzzle` must hold solvable 4x4 puzzles, got {puzzle!r}. Write 16 digits from 0 to 4, row by "
-            "row, with 0 for an empty cell."
-        )
-    return solutions
+    if not re.fullmatch("[0-4]{16}", puzzle):
+        return ()
+    return tuple(
+        grid for grid in _grids() if all(clue in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True))
+    )

@@ -280,9 +280,10 @@ def test_going_back_sets_the_later_checkpoints_aside(tmp_path):
 
 
 def test_a_kill_between_the_renames_of_a_save_loses_nothing(tmp_path):
-    options = layout(4, 4, 4, max_steps=3, save_total_limit=1, lr_scheduler_type="constant")
+    options: dict[str, Any] = layout(4, 4, 4, max_steps=3, save_total_limit=1, lr_scheduler_type="constant")
     whole = run(tmp_path / "whole", **options)
-    run(tmp_path / "run", **options | {"max_steps": 2})
+    shorter: dict[str, Any] = options | {"max_steps": 2}
+    run(tmp_path / "run", **shorter)
     staging = tmp_path / "run" / "_saving"
     staging.mkdir()
     shutil.copytree(tmp_path / "run" / "checkpoint-2", staging / "replaced")

@@ -57,7 +57,10 @@ class Rows:
         return self._each(lambda tensor: tensor.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Rows":
-        return Rows(**{name: None if value is None else change(value) for name, value in vars(self).items()})
+        changed: dict[str, Any] = {
+            name: value if value is None else change(value) for name, value in vars(self).items()
+        }
+        return Rows(**changed)
 
     def without(self, is_excluded: Tensor, *, filler: int) -> "Rows":
         """

@@ -337,7 +337,7 @@ class StableDRLConfig(GRPOConfig):
         if objective.epsilon is None:
             unused |= {"epsilon": None, "clip_mode": "both"}
         elif self.epsilon is None:
-            self.epsilon = objective.epsilon
+            self.epsilon = objective.epsilon  # pyright: ignore[reportIncompatibleVariableOverride]
         if not objective.uses_ratio:
             unused |= {"ratio_normalization": "token", "mask_coupling": "shared"}
         if objective.level == "token":

@@ -351,7 +351,9 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         for column, iteration in enumerate(iterations):
             if iteration is not None:
                 elbo, tokens = self._values(model, rows, iteration=iteration, batch_size=batch_size or 0)
-                scores[:, column] = tokens if by_token else elbo
+                values = tokens if by_token else elbo
+                assert values is not None
+                scores[:, column] = values
         return scores
 
     def _generate_and_score_completions(self, inputs):
@@ -605,6 +607,7 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         """KL of each row and its derivative by the row's score; zero where the row has no score."""
         difference = batch["ref_per_token_logps"][:, batch["iteration"]] - batch["elbo"]
         difference = torch.where(batch["log_ratio"].isfinite(), difference, 0.0)
+        assert self.args.kl_estimator is not None  # the objective's default
         return objective.kl_estimate(difference, estimator=self.args.kl_estimator)
 
     def _kl_offset(self, batch: Batch) -> Tensor | float:

@@ -8,7 +8,7 @@ Mask laws: which tokens of a completion a Monte Carlo draw masks, which it score
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -88,7 +88,9 @@ def gauss_legendre(num_nodes: int) -> tuple[list[float], list[float]]:
     """
     k = torch.arange(1, num_nodes, dtype=torch.float64)
     off_diagonal = k / (4 * k.square() - 1).sqrt()
-    nodes, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))
+    jacobi = torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1)
+    eigen = cast(tuple[Tensor, Tensor], torch.linalg.eigh(jacobi))  # pyright: ignore[reportUnknownMemberType]
+    nodes, vectors = eigen
     return ((nodes + 1) / 2).tolist(), vectors[0].square().tolist()
 
 

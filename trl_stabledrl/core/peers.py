@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .masking import MaskLaw, McSampling
 from .objective import self_normalized_weights
 
 ObjectiveName = Literal[
@@ -227,8 +228,8 @@ class Objective:
     uses_ratio: bool = True
     epsilon: float | None = 0.2
     advantage: Callable[[Tensor, Tensor], Tensor] | None = None
-    mask_laws: tuple[str, ...] | None = None
-    mc_sampling: str | None = None
+    mask_laws: tuple[MaskLaw, ...] | None = None
+    mc_sampling: McSampling | None = None
     kl_estimator: Literal["k2", "k3"] = "k3"
 
 

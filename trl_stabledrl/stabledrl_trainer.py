@@ -194,7 +194,7 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
             mask_token_id=facts.mask_token_id, end_token_id=facts.end_token_ids[0]
         )
         self.sampling_settings = args.sampling_settings()
-        self.objective = OBJECTIVES[args.objective]
+        self.policy_objective = OBJECTIVES[args.objective]
         self.log_clip_low, self.log_clip_high = args.log_clip_bounds()
         # counters that name the rows of the run; saved in every checkpoint
         self.num_rollouts = 0
@@ -307,7 +307,7 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         """Score the unshuffled rows of a fresh generation under the masks of every inner iteration: `(B, mu)`."""
         is_reference = self._is_reference(model)
         # evaluation is on policy; independent old scores have their own masks
-        needs_old = self.objective.uses_ratio and self.model.training and self.args.mask_coupling == "shared"
+        needs_old = self.policy_objective.uses_ratio and self.model.training and self.args.mask_coupling == "shared"
         if not is_reference and not needs_old:
             return None, None, None
         batch = {
@@ -330,7 +330,7 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
 
     @property
     def _by_token(self) -> bool:
-        return self.objective.level == "token"
+        return self.policy_objective.level == "token"
 
     def _values(self, model, rows: Rows, **options: Any) -> tuple[Tensor, Tensor | None]:
         """`elbo_per_token` of each row, and the log-probabilities of its tokens where those have ratios."""
@@ -363,8 +363,8 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         groups = gathered(self.accelerator, batch["row_index"]) // self._group_size
         local = slice(self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs))
         everyone = objective.without_rounding(everyone, groups)
-        if self.objective.advantage is not None:
-            everyone = self.objective.advantage(everyone, groups)
+        if self.policy_objective.advantage is not None:
+            everyone = self.policy_objective.advantage(everyone, groups)
         batch["advantages"] = everyone[local]
         if not self.model.training:
             self.num_eval_rows += len(inputs) * self.accelerator.num_processes
@@ -402,7 +402,7 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         position, iteration = self._step % s, self._step // s % self.num_iterations
         if position % min(a, s) == 0:
             is_on_policy = self.args.mask_coupling == "shared" and iteration == 0 and position < a
-            is_on_policy = is_on_policy or not self.objective.uses_ratio
+            is_on_policy = is_on_policy or not self.policy_objective.uses_ratio
             with self._measured("weights"):
                 self._weigh(self._window(position), is_on_policy=is_on_policy, iteration=iteration)
         return self._window(position)[position % min(a, s)]
@@ -477,7 +477,7 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         length = torch.cat([batch["completion_mask"].sum(-1) for batch in window])
         local = [*self._concatenated(window, "log_ratio", "advantages", "row_index"), length]
         log_ratio, advantage, row_index, length = (gathered(self.accelerator, rows) for rows in local)
-        weights = self.objective.weights(
+        weights = self.policy_objective.weights(
             WeighedRows(log_ratio, advantage, row_index // self._group_size, length, self._group_size), clip
         )
         num_rows = len(local[0])

@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 import trl_stabledrl
 from tests.trainer_tools import GROUP, WINDOW, config_of, letter_tokenizer, prompts_of, run_of, tiny_model
 from trl_stabledrl import DiffusionSFTConfig, DiffusionSFTTrainer, StableDRLConfig, StableDRLTrainer
+from trl_stabledrl.checkpoints import CheckpointedTrainer
 from trl_stabledrl.stabledrl_config import FORCED_OPTIONS, REFUSED_OPTIONS
 
 
@@ -59,6 +60,14 @@ LOOP = ["self", "dataloader", "description", "prediction_loss_only=", "ignore_ke
         (SFTTrainer, "_save_checkpoint", ["self", "model", "trial"]),
         (SFTTrainer, "_load_optimizer_and_scheduler", ["self", "checkpoint"]),
         (Trainer, "_get_output_dir", ["self", "trial"]),
+        (Trainer, "_load_from_checkpoint", ["self", "resume_from_checkpoint", "model="]),
+        (
+            Trainer,
+            "_run_epoch",
+            ["self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial"]
+            + ["ignore_keys_for_eval", "start_time", "resume_from_checkpoint", "epochs_trained"]
+            + ["steps_trained_in_current_epoch"],
+        ),
     ],
 )
 def test_methods_that_are_overridden_have_the_signature_they_had(trainer, method, parameters):
@@ -83,7 +92,8 @@ def test_the_constructor_of_sft_takes_the_names_that_are_passed_on():
 
 
 def overridden(ours: type, theirs: type) -> set[str]:
-    return {name for name in vars(ours) if not name.startswith("__") and name in dir(theirs)}
+    own = {**vars(CheckpointedTrainer), **vars(ours)}
+    return {name for name in own if not name.startswith("__") and name in dir(theirs)} - {"args", "model"}
 
 
 def test_nothing_else_is_overridden():
@@ -91,11 +101,12 @@ def test_nothing_else_is_overridden():
         "_tag_names", "_name", "_paper", "_get_train_sampler", "_generate_single_turn",
         "_get_per_token_logps_and_entropies", "_generate_and_score_completions", "_calculate_rewards",
         "_prepare_inputs", "training_step", "_compute_loss", "log", "evaluation_loop", "train", "_save_checkpoint",
-        "_get_output_dir", "_push_from_checkpoint", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+        "_run_epoch", "_get_output_dir", "_push_from_checkpoint", "_save", "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler",
     }  # fmt: skip
     assert overridden(DiffusionSFTTrainer, SFTTrainer) == {
         "loss_is_scaled_for_ga", "_tag_names", "_name", "compute_loss", "training_step", "evaluation_loop", "train",
-        "_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_save", "_load_from_checkpoint",
+        "_save_checkpoint", "_run_epoch", "_get_output_dir", "_push_from_checkpoint", "_save", "_load_from_checkpoint",
         "_load_optimizer_and_scheduler",
     }  # fmt: skip
 
@@ -306,8 +317,8 @@ def test_versions_are_the_ones_this_was_written_against():
 
 def test_public_names():
     assert set(trl_stabledrl.__all__) == {
-        "DiffusionSFTConfig", "DiffusionSFTTrainer", "StableDRLConfig", "StableDRLTrainer", "__version__", "generate",
-        "recipes_folder", "score",
+        "DiffusionSFTConfig", "DiffusionSFTTrainer", "EvaluationConfig", "StableDRLConfig", "StableDRLTrainer",
+        "TaskEvaluation", "__version__", "evaluate", "generate", "recipes_folder", "score", "write_trace",
     }  # fmt: skip
     assert issubclass(StableDRLTrainer, GRPOTrainer)
     assert issubclass(StableDRLConfig, GRPOConfig)
@@ -322,6 +333,7 @@ def own_fields(ours: type, theirs: type) -> dict[str, Any]:
 
 def test_fields_and_defaults_of_the_configurations():
     assert own_fields(StableDRLConfig, GRPOConfig) == {
+        "objective": "stabledrl",
         "mask_law": None,
         "mc_sampling": None,
         "num_mc_samples": None,
@@ -331,9 +343,9 @@ def test_fields_and_defaults_of_the_configurations():
         "eubo_beta": 1.5,
         "clip_mode": "both",
         "ratio_cap": 5.0,
-        "epsilon": 5.0,
+        "epsilon": None,
         "ratio_normalization": "token",
-        "kl_estimator": "k3",
+        "kl_estimator": None,
         "score_temperature": 1.0,
         "tail": "mask",
         "context_attention": "block_causal",

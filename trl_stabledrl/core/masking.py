@@ -91,7 +91,7 @@ def gauss_legendre(num_nodes: int) -> tuple[list[float], list[float]]:
     jacobi = torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1)
     eigen = cast(tuple[Tensor, Tensor], torch.linalg.eigh(jacobi))  # pyright: ignore[reportUnknownMemberType]
     nodes, vectors = eigen
-    return ((nodes + 1) / 2).tolist(), vectors[0].square().tolist()
+    return [float(node) for node in (nodes + 1) / 2], [float(weight) for weight in vectors[0].square()]
 
 
 def _masked_per_block(

@@ -17,6 +17,7 @@ COMMANDS = {
     "quickstart": "watch a tiny model learn a task on this machine, in minutes",
     "train": "improve a model by StableDRL, from a recipe",
     "sft": "supervised masked-diffusion training, for warm starts",
+    "lab": "compare StableDRL with its peers under noise, on a tiny model on this machine",
     "generate": "complete prompts with a checkpoint",
     "merge": "merge a LoRA adapter into its base model, as one checkpoint",
     "env": "print versions and devices, or what memory a recipe takes",

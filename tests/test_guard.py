@@ -28,12 +28,11 @@ CALM = {
 SIGNS: dict[str, dict[str, float | None]] = {
     "ratio_loop": {"drift": 0.5, "log_ratio/std_centred": 0.4, "weights/ess": 0.7},
     "unlearning": {"update/negative_share": 0.97, "update/max_share": 0.7},
-    "one_completion": {"weights/ess": 0.26, "log_ratio/std_centred": 0.15},
+    "one_completion": {"weights/ess": 0.3, "log_ratio/std_centred": 0.15},  # of 4 completions, little more than one
     "saturated": {"weights/saturated": 0.4},
     "decoding": {"reward": 0.1, "entropy": 0.2},
     "no_signal": {"reward": 0.0, "zero_std_groups": 4.0},
 }
-SIGNS["one_completion"] |= {"weights/ess": 0.3}  # of 4 completions, little more than one
 
 
 @pytest.fixture
@@ -56,8 +55,8 @@ def test_each_way_to_fail_is_told_once_by_its_own_name(cause, logger_works, tmp_
 
     assert [warning.cause for warning in guard.warnings] == [cause]
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message == guard.warnings[0].message
-    assert message.startswith(f"Step {guard.warnings[0].step}: ")
+    assert message == f"[RANK 0] {guard.warnings[0].message}"
+    assert f"Step {guard.warnings[0].step}: " in message
     for name in CAUSES[cause].metrics:
         assert f"{name}=" in message
     assert "What helps: " in message

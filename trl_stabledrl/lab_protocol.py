@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def run_protocol(
         pending: dict[Future[Any], str] = {}
         try:
             while pending or jobs.num_open:
-                for name, function, argument in jobs.ready():
+                # no more than can run: what is queued could not be called back after a failure
+                for name, function, argument in islice(jobs.ready(), num_processes - len(pending)):
                     pending[executor.submit(function, config, argument, folder, steps)] = name
                 finished, _ = wait(pending, timeout=SECONDS_BETWEEN_LOOKS, return_when=FIRST_COMPLETED)
                 screen.show_steps(steps)

@@ -76,18 +76,19 @@ def run(argv: Sequence[str]) -> int:
             methods = None if options.methods is None else [name.strip() for name in options.methods.split(",")]
             _run(options, console, methods=methods, with_variance=methods is None)
             results = Results(options.out)
-            _plot(results, console)
-            _report(results, console)
+            _report(results, _plot(results, console), console)
         case "variance":
             _run(options, console, with_runs=False)
-            _report(Results(options.out), console)
+            results = Results(options.out)
+            _report(results, draw_all(results), console)
         case "plot":
             _plot(_finished(options.folder), console)
         case "report" if options.json:
             # unwrapped, and strict JSON: numbers beyond float32 are its largest already
             print(json.dumps(summary(_finished(options.folder)), allow_nan=False))
         case "report":
-            _report(_finished(options.folder), console)
+            results = _finished(options.folder)
+            _report(results, draw_all(results), console)
     return 0
 
 
@@ -121,15 +122,16 @@ def _finished(folder: Path) -> Results:
     return results
 
 
-def _plot(results: Results, console: Console) -> None:
+def _plot(results: Results, console: Console) -> list[tuple[str, str]]:
     figures = draw_all(results)
     if not figures:
         console.print("No pictures: they need matplotlib (pip install 'trl-stabledrl\\[lab]').")
-        return
+        return []
     console.print(f"Pictures in [bold]{results.folder / 'figures'}[/bold]: {', '.join(name for name, _ in figures)}.")
+    return figures
 
 
-def _report(results: Results, console: Console) -> None:
+def _report(results: Results, figures: list[tuple[str, str]], console: Console) -> None:
     if results.runs:
         console.print(screen_table(results))
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -138,5 +140,5 @@ def _report(results: Results, console: Console) -> None:
             table.add_row(f"[{styles[claim.verdict]}]{claim.verdict}[/]", claim.text)
         console.print("[bold]The paper's claims, at this scale[/bold]")
         console.print(table)
-    paths = write_report(results, draw_all(results))
+    paths = write_report(results, figures)
     console.print(f"Written: {', '.join(str(path) for path in paths)}.")

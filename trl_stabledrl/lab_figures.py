@@ -82,6 +82,12 @@ def _save(figure: Any, path: Path, title: str) -> bool:
     return True
 
 
+def _handles(axes: Iterable[Any]) -> tuple[list[Any], list[str]]:
+    """Handles and labels of the legend, each method once, whichever panels it is in."""
+    found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    return list(found.values()), list(found)
+
+
 def _legend(axis: Any, *, title: str | None = None) -> None:
     if axis.get_legend_handles_labels()[0]:  # a run that broke off at once has no line
         axis.legend(frameon=False, fontsize=8, title=title, title_fontsize=8)
@@ -143,7 +149,7 @@ def _panels(
                     pairs = [(s, [v for v in part if v > 0.0]) for s, part in zip(steps, values, strict=True)]
                     pairs = [(s, part) for s, part in pairs if part]
                     steps, values = [s for s, _ in pairs], [part for _, part in pairs]
-                if not steps:
+                if not steps or not any(map(any, values)):  # a share of what it does not have
                     continue
                 color = COLORS[method]
                 axis.plot(steps, [middle(part) for part in values], color=color, linewidth=1.7, label=LABELS[method])
@@ -153,9 +159,9 @@ def _panels(
             axis.set(xlabel="optimizer step", title=f"{label}, {TITLES[regime]}")
             if log:
                 axis.set_yscale("log")
-            else:
-                axis.set_ylim(bottom=0)
-    _legend(axes[0][0])
+        if not log:
+            axes[row][0].set_ylim(bottom=0)  # once both panels are drawn: it fixes the top that they share
+    figure.legend(*_handles(axes.flat), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return _save(figure, path, title)
 
 

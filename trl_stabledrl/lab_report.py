@@ -217,17 +217,15 @@ def screen_table(results: Results) -> Table:
 
 def run_line(name: str, result: dict[str, Any]) -> Text:
     """One line on a job that is done."""
-    seconds = f"{result['seconds']:.0f} s" if "seconds" in result else ""
+    start = f"{name:<30}  "  # the longest name, so that lines align in 80 columns
     if "accuracy_after" in result:
-        ending = Text("collapsed", "red") if result["collapsed"] else Text("")
-        return Text.assemble(
-            f"{name:<34} accuracy {result['accuracy_before']:.2f} -> {result['accuracy_after']:.2f}, "
-            f"peak gradient norm {short(result['peak_grad_norm'])}, {seconds} ",
-            ending,
-        )
+        numbers = f"{result['accuracy_before']:.2f} > {result['accuracy_after']:.2f}"
+        ending = Text("  collapsed", "red") if result["collapsed"] else Text("")
+        peak = f"gradient {short(result['peak_grad_norm'])}"
+        return Text.assemble(f"{start}{numbers}  {peak:<17}  {result['seconds']:4.0f} s", ending)
     if "accuracy" in result:
-        return Text(f"{name:<34} accuracy {result['accuracy']['sampled']:.2f}, {seconds}")
-    return Text(f"{name:<34} done")
+        return Text(f"{start}{result['accuracy']['sampled']:.2f}  {'':23}  {result['seconds']:4.0f} s")
+    return Text(f"{start}done")
 
 
 # The paper's claims

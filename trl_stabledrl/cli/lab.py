@@ -14,7 +14,6 @@ from rich.table import Table
 from ..lab_figures import draw_all
 from ..lab_report import Results, claims, screen_table, summary, write_report
 from .console import UserError
-from .parser import find_recipe
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,9 +99,10 @@ def _run(
     with_runs: bool = True,
     with_variance: bool = True,
 ) -> None:
-    # imported when needed: it brings TRL, which takes seconds, and a report needs none of it
+    # imported when needed: they bring TRL, which takes seconds, and a report needs none of it
     from ..lab import LabConfig
     from ..lab_protocol import run_protocol
+    from .parser import find_recipe
 
     config = LabConfig.load(find_recipe(options.config), methods=methods, num_seeds=options.seeds)
     run_protocol(

@@ -9,7 +9,7 @@ import pytest
 from accelerate import PartialState
 from transformers import TrainerControl
 
-from tests.trainer_tools import config_of, run_of
+from tests.trainer_tools import config_of, run_of, tiny_model
 from trl_stabledrl.guard import CAUSES, REMEDIES, StabilityGuard
 
 CALM = {
@@ -138,3 +138,29 @@ def test_a_real_run_that_has_lost_every_reward_is_saved_and_ended(tmp_path, capl
     assert step < 12
     assert (tmp_path / f"checkpoint-{step}" / "model.safetensors").is_file()
     assert any("no completion is right any more" in record.getMessage() for record in caplog.records)
+
+
+def test_noisy_ratios_of_a_real_run_are_seen_and_end_it(tmp_path):
+    noisy: dict[str, Any] = {
+        "mask_coupling": "independent",
+        "mask_law": "uniform",
+        "mc_sampling": "independent",
+        "num_mc_samples": 1,
+        "ratio_normalization": "sequence",
+    }
+
+    run = run_of(
+        tmp_path,
+        model=tiny_model(initializer_range=1.0),
+        objective="grpo",
+        num_iterations=2,
+        learning_rate=0.3,
+        max_grad_norm=1.0,
+        max_steps=30,
+        stability_guard="stop",
+        **noisy,
+    )
+
+    (guard,) = (c for c in run.trainer.callback_handler.callbacks if isinstance(c, StabilityGuard))
+    assert [warning.cause for warning in guard.warnings] == ["unlearning"]
+    assert guard.warnings[0].step == run.trainer.state.global_step < 30

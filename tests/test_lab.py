@@ -252,7 +252,7 @@ def test_spread_is_that_within_groups_and_noise_what_changes_with_the_masks():
     found = _spread(log_ratio, 2)
 
     assert found["variance"] == pytest.approx((2 * 1 + 2 * 9) / 8)
-    assert found["noise"] == pytest.approx((2 + 2) / 4)  # sample variance of 1 and 3 is 2
+    assert found["noise"] == pytest.approx((1 + 1) / 4)  # 1 and 3 are 1 off their mean
 
 
 # The report

@@ -534,5 +534,5 @@ def _spread(log_ratio: Tensor, group_size: int) -> dict[str, float]:
     """Variance within groups of `(repeats, B)` log-ratios, and the part of it that changes with the masks."""
     by_group = log_ratio.unflatten(1, (-1, group_size))
     centred = by_group - by_group.mean(-1, keepdim=True)
-    noise = centred.var(0)  # over the repeats
+    noise = centred.var(0, correction=0)  # over the repeats; without correction it is a part of the variance
     return {"variance": centred.square().mean().item(), "noise": noise.mean().item()}

@@ -507,6 +507,29 @@ def findings(results: Results) -> list[str]:
             f"**Zero accuracy is absorbing**: in the last quarter of GRPO's steps {silent:.0%} have no gradient at "
             "all, since every group has equal rewards."
         )
+    return found + _variance_findings(results)
+
+
+def _variance_findings(results: Results) -> list[str]:
+    numbers = {key: variance for key, (variance, _) in variance_means(results).items()}
+    found = []
+    for updates in sorted({key[0] for key in numbers}):
+
+        def of(coupling: str, sharing: str, sampling: str, updates: int = updates) -> float:
+            return numbers[updates, coupling, sharing, sampling]
+
+        base = of("shared", "none", "independent")
+        cuts = {
+            "complementary pairs": of("shared", "none", "complementary"),
+            "stratified counts": of("shared", "none", "stratified"),
+            "masks shared within a group": of("shared", "group", "independent"),
+            "these with complementary pairs": of("shared", "group", "complementary"),
+        }
+        parts = ", ".join(f"{name} {1 - value / base:.0%}" for name, value in cuts.items())
+        found.append(
+            f"**Variance of the log-ratio after {updates} updates**: sharing masks between old and new scores divides "
+            f"it by {of('independent', 'none', 'independent') / base:.0f}; of what is left, {parts} less."
+        )
     return found
 
 

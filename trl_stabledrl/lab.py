@@ -503,6 +503,7 @@ def _sampled_rows(job: QuickstartJob, model: PreTrainedModel, *, num_prompts: in
     rollouts: list[Rollout] = job.rollouts(model.eval(), prompts, temperature=1.0)
     window = job.rl["max_completion_length"]
     pad = job.tokenizer.pad_token_id
+    assert isinstance(pad, int)
     ids, is_completion = right_padded([ids for part in rollouts for ids in part.completion_ids], pad_token_id=pad)
     assert ids.shape[1] <= window
     prompt_ids = torch.tensor([job.tokenizer(text)["input_ids"] for text in prompts])  # a task of one length
@@ -513,8 +514,10 @@ def _sampled_rows(job: QuickstartJob, model: PreTrainedModel, *, num_prompts: in
 
 def _score_settings(config: LabConfig, job: QuickstartJob, sampling: str) -> LikelihoodSettings:
     is_full = job.config.family == "llada"
+    mask_token_id = job.tokenizer.mask_token_id
+    assert isinstance(mask_token_id, int)
     return LikelihoodSettings(
-        mask_token_id=job.tokenizer.mask_token_id,
+        mask_token_id=mask_token_id,
         mask_law=job.rl["mask_law"] if is_full else "staircase",
         mc_sampling=sampling,  # pyright: ignore[reportArgumentType]  # a name of `variance_schemes`
         num_mc_samples=config.variance["num_mc_samples"],

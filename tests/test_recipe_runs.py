@@ -22,7 +22,9 @@ from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from trl_stabledrl.cli.main import main
 from trl_stabledrl.data import TASKS
 
-RECIPES = [path for path in sorted(trl_stabledrl.recipes_folder().glob("*.yaml")) if path.stem != "quickstart"]
+RECIPES = [
+    path for path in sorted(trl_stabledrl.recipes_folder().glob("*.yaml")) if path.stem not in ("quickstart", "lab")
+]
 IDS = torch.arange(5, 20)[None]
 CUT = {
     "dtype": "float32",

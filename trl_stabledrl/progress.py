@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Progress bars of long rollouts."""
+"""Progress bars of long rollouts, and what keeps other output out of their way."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -36,3 +37,11 @@ def token_bar(title: str, *, is_shown: bool) -> Iterator[Callable[[int, int], No
             bar.update(done - bar.n)
 
         yield update
+
+
+def write_into(path: str) -> None:
+    """Append whatever this process prints to a file: the first thing that a worker beside a progress bar does."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):  # the descriptors, since libraries' C code prints too
+        os.dup2(log, stream)
+    os.close(log)

@@ -40,6 +40,7 @@ from .inference import generate
 from .models import FAMILIES
 from .quickstart_report import draw, show
 from .rewards import RewardFunc, load_reward
+from .samplers import Rollout
 from .sft_config import DiffusionSFTConfig
 from .sft_trainer import DiffusionSFTTrainer
 from .stabledrl_config import StableDRLConfig
@@ -183,7 +184,7 @@ def permuted_reward(reward: RewardFunc, *, num_generations: int, seed: int) -> R
     return permuted
 
 
-class _Reporter(TrainerCallback):
+class Reporter(TrainerCallback):
     """Drives the bar of a training phase and keeps its log."""
 
     def __init__(self, progress: Progress, title: str, metric: str):
@@ -203,8 +204,16 @@ class _Reporter(TrainerCallback):
             self.progress.update(self.bar, note=f"{self.metric} {logs[self.metric]:.3f}")
 
 
-class _Run:
-    """One quickstart: what is shared by its phases."""
+class QuickstartJob:
+    """
+    One quickstart: what is shared by its phases.
+
+    Args:
+        config ([`QuickstartConfig`]):
+            What to run.
+        console ([`rich.console.Console`]):
+            Where bars are shown.
+    """
 
     def __init__(self, config: QuickstartConfig, console: Console):
         self.config, self.console = config, console
@@ -228,19 +237,30 @@ class _Run:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def complete(self, model: PreTrainedModel, *, temperature: float) -> list[str]:
+        """Complete the held-out prompts, as rollouts would at that temperature."""
+        return self._generate(model, self.eval_prompts["prompt"], temperature)[0]
+
+    def rollouts(self, model: PreTrainedModel, prompts: Sequence[str], *, temperature: float) -> list[Rollout]:
+        """Complete any prompts and keep the token ids."""
+        return self._generate(model, prompts, temperature)[1]
+
+    def _generate(
+        self, model: PreTrainedModel, prompts: Sequence[str], temperature: float
+    ) -> tuple[list[str], list[Rollout]]:
         names = ("max_completion_length", "block_length", "num_denoising_steps")  # the last two may be the family's
-        completions = generate(
+        found = generate(
             model,
             self.tokenizer,
-            self.eval_prompts["prompt"],
+            prompts,
             **{name: self.rl[name] for name in names if name in self.rl},
             temperature=temperature,
             batch_size=256,
             seed=self.config.seed,
             show_progress=False,
+            return_rollouts=True,
         )
-        assert isinstance(completions, list)
-        return completions
+        assert isinstance(found, tuple)
+        return found
 
     def accuracy(self, model: PreTrainedModel) -> dict[str, float]:
         """Share of held-out prompts answered right, sampled at temperature 1 and greedily."""
@@ -253,7 +273,9 @@ class _Run:
                 found[name] = sum(reward >= 1.0 for reward in rewards) / len(rewards)
         return found
 
-    def train_supervised(self, model: PreTrainedModel) -> None:
+    def train_supervised(self, model: PreTrainedModel, *, callbacks: Sequence[TrainerCallback] = ()) -> None:
+        """Train on the right answers."""
+
         def tokenize(row: dict[str, Any]) -> dict[str, Any]:
             prompt = self.tokenizer(row["prompt"])["input_ids"]
             completion = self.tokenizer(row[self.target_column])["input_ids"]
@@ -278,7 +300,7 @@ class _Run:
                 args,
                 train_dataset=Dataset.from_list(rows),
                 processing_class=self.tokenizer,
-                callbacks=[reporter],
+                callbacks=[reporter, *callbacks],
             )
             quieten(trainer)
             trainer.train()
@@ -300,7 +322,7 @@ class _Run:
         self.logs[name] = reporter.log
 
     @contextmanager
-    def bar(self, title: str, metric: str) -> Iterator[_Reporter]:
+    def bar(self, title: str, metric: str) -> Iterator[Reporter]:
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description:<20}"),
@@ -310,7 +332,7 @@ class _Run:
             TextColumn("{task.fields[note]}"),
         )
         with Progress(*columns, console=self.console) as progress:
-            yield _Reporter(progress, title, metric)
+            yield Reporter(progress, title, metric)
 
 
 def quieten(trainer: Any) -> None:
@@ -371,10 +393,10 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> dict[str
     console = console or Console()
     check_no_other_run(config)
     with without_library_bars():
-        return _run(_Run(config, console), config, console)
+        return _run(QuickstartJob(config, console), config, console)
 
 
-def _run(run: "_Run", config: QuickstartConfig, console: Console) -> dict[str, Any]:
+def _run(run: QuickstartJob, config: QuickstartConfig, console: Console) -> dict[str, Any]:
     run.output_dir.mkdir(parents=True, exist_ok=True)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is too small to share; sums keep one order on every machine
@@ -415,7 +437,7 @@ def _run(run: "_Run", config: QuickstartConfig, console: Console) -> dict[str, A
     return summary
 
 
-def _completions_table(run: _Run, before: list[str], after: list[str], *, num_rows: int = 12) -> str:
+def _completions_table(run: QuickstartJob, before: list[str], after: list[str], *, num_rows: int = 12) -> str:
     """The same held-out prompts, decoded greedily before and after reinforcement learning."""
     lines = [
         "Greedy completions of held-out prompts, before and after StableDRL.",

@@ -21,6 +21,7 @@ from .samplers import SamplingSettings, SuppressEos, check_decoding
 
 MaskCoupling = Literal["shared", "independent"]
 MaskSharing = Literal["none", "group"]
+GuardMode = Literal["off", "warn", "stop"]
 Surrogate = Literal["elbo", "sandwich"]
 
 # Inherited options that this trainer cannot honour, each with what to do instead. Set to anything but GRPOConfig's
@@ -166,6 +167,10 @@ class StableDRLConfig(GRPOConfig):
             `"sampling"`: end tokens are never sampled. `"early_commit"`: they are committed last within their block.
         guidance_scale (`float`, *optional*, defaults to `0.0`):
             Strength of classifier-free guidance in rollouts. The score stays the unguided model's own.
+        stability_guard (`str`, *optional*, defaults to `"warn"`):
+            What is done when the logged metrics show the run starting to fail: `"warn"`, once for each likely cause;
+            `"stop"`: also save and end the run where the cause is a fatal one; or `"off"`. See
+            [`~guard.StabilityGuard`].
     """
 
     objective: ObjectiveName = field(
@@ -240,6 +245,12 @@ class StableDRLConfig(GRPOConfig):
         metadata={"help": "Never sample end tokens, or commit them last in their block."},
     )
     guidance_scale: float = field(default=0.0, metadata={"help": "Strength of classifier-free guidance in rollouts."})
+    stability_guard: GuardMode = field(
+        default="warn",
+        metadata={
+            "help": "Whether to warn, or also to save and stop, when the metrics show the run starting to fail."
+        },
+    )
 
     # Inherited fields with other defaults
     loss_type: str = field(default="stabledrl", metadata={"help": "Always 'stabledrl'."})
@@ -298,6 +309,7 @@ class StableDRLConfig(GRPOConfig):
             "context_attention": ContextAttention,
             "remasking": Remasking,
             "suppress_eos": SuppressEos,
+            "stability_guard": GuardMode,
         }.items():
             check_choice(name, self.__dict__[name], choices)
         self.log_clip_bounds()

@@ -45,6 +45,7 @@ from .core.elbo import sandwich
 from .core.noise import Stream, random_bits
 from .core.peers import OBJECTIVES, token_weights
 from .core.peers import Rows as WeighedRows
+from .guard import StabilityGuard
 from .likelihood import Rows, RowScores, plan_masks, score_elbo, score_rows, score_tokens
 from .models.adapters import check_adapter, checked_peft_config, load_trainable, match_reference
 from .models.bidirectional import dense_attention, disable_attention_dropout
@@ -225,6 +226,8 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         match_reference(self.model)
         self.eos_token_ids = list(self.end_token_ids)  # TRL's metrics of truncation read them
         self.add_callback(OptimizerTimer(self.clock))
+        if args.stability_guard != "off":
+            self.add_callback(StabilityGuard(stop=args.stability_guard == "stop"))
 
     # Rows: which they are, and what belongs to them
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "improve a model by StableDRL, from a recipe",
     "sft": "supervised masked-diffusion training, for warm starts",
     "eval": "score a checkpoint or adapter on tasks; `eval compare A B` compares",
+    "lab": "compare StableDRL with its peers under noise, on a tiny model on this machine",
     "generate": "complete prompts with a checkpoint",
     "merge": "merge a LoRA adapter into its base model, as one checkpoint",
     "env": "print versions and devices, or what memory a recipe takes",

@@ -217,6 +217,21 @@ def test_commands_run_up_to_the_weights(command, user_folder, model_folder, monk
         case ["trl-stabledrl", "env"]:
             folder = published_sdar_folder(user_folder / "sdar") if "sdar_8b_math" in words else model_folder
             status = import_module("trl_stabledrl.cli.env").run([*words[2:], "--model_name_or_path", str(folder)])
+        case ["trl-stabledrl", "lab"]:
+            from trl_stabledrl.cli.lab import make_parser
+
+            make_parser().parse_args(words[2:])
+            status = 0
+        case ["trl-stabledrl", "eval"]:
+            from trl_stabledrl.cli import eval as evaluation
+
+            if words[2] == "compare":
+                monkeypatch.setattr(evaluation, "load_runs", list)
+                monkeypatch.setattr(evaluation, "show_comparison", lambda console, runs: None)
+                monkeypatch.setattr(evaluation, "draw_comparison", lambda path, runs: True)
+                status = evaluation.run(words[2:])
+            else:
+                status = evaluation.run([*words[2:], *tiny])
         case ["trl-stabledrl", "merge"]:
             adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
             model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), adapter)

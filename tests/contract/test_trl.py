@@ -356,6 +356,7 @@ def test_fields_and_defaults_of_the_configurations():
         "confidence_threshold": None,
         "suppress_eos": None,
         "guidance_scale": 0.0,
+        "stability_guard": "warn",
         "loss_type": "stabledrl",
         "scale_rewards": "none",
         "disable_dropout": True,

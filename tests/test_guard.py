@@ -30,6 +30,7 @@ SIGNS: dict[str, dict[str, float | None]] = {
     "unlearning": {"update/negative_share": 0.97, "update/max_share": 0.7},
     "one_completion": {"weights/ess": 0.3, "log_ratio/std_centred": 0.15},  # of 4 completions, little more than one
     "saturated": {"weights/saturated": 0.4},
+    "misled": {"weights/saturated": 0.4, "reward": 0.1},
     "decoding": {"reward": 0.1, "entropy": 0.2},
     "no_signal": {"reward": 0.0, "zero_std_groups": 4.0},
 }
@@ -53,10 +54,11 @@ def test_each_way_to_fail_is_told_once_by_its_own_name(cause, logger_works, tmp_
 
     control = watch(guard, [CALM] * 3 + [CALM | SIGNS[cause]] * 9, tmp_path, mask_coupling="independent")
 
-    assert [warning.cause for warning in guard.warnings] == [cause]
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message == f"[RANK 0] {guard.warnings[0].message}"
-    assert f"Step {guard.warnings[0].step}: " in message
+    assert [warning.cause for warning in guard.warnings] == ["saturated"] * (cause == "misled") + [cause]
+    message = caplog.records[-1].getMessage()
+    assert message == f"[RANK 0] {guard.warnings[-1].message}"
+    assert len(caplog.records) == len(guard.warnings)
+    assert f"Step {guard.warnings[-1].step}: " in message
     for name in CAUSES[cause].metrics:
         assert f"{name}=" in message
     assert "What helps: " in message

@@ -32,11 +32,14 @@ class StabilityWarning:
             Key in [`CAUSES`].
         message (`str`):
             Metrics, likely cause and remedy.
+        is_fatal (`bool`):
+            Whether `stop=True` ends the run for it.
     """
 
     step: int
     cause: str
     message: str
+    is_fatal: bool
 
 
 class _Trend:
@@ -113,6 +116,10 @@ def _saturated(trend: _Trend, group_size: int, num_prompts: int) -> bool:
     return trend.now("weights/saturated") > 0.3
 
 
+def _misled(trend: _Trend, group_size: int, num_prompts: int) -> bool:
+    return _saturated(trend, group_size, num_prompts) and trend.now("reward") < 0.5 * trend.best("reward")
+
+
 def _decoding(trend: _Trend, group_size: int, num_prompts: int) -> bool:
     is_failing = trend.now("reward") < 0.5 * trend.best("reward")
     is_surer = trend.fell("entropy", 0.5) or trend.grew("rollout/tokens_per_forward", 1.5)
@@ -148,6 +155,12 @@ CAUSES = {
         "so many ratios lie at the upper bound that the weights say which draws were lucky, and little else",
         ("shared_masks", "per_token", "more_draws", "smaller_steps"),
         is_fatal=False,
+    ),
+    "misled": Cause(
+        _misled,
+        ("reward", "weights/saturated", "log_ratio/std_centred"),
+        "weights that sit at the clip's bound follow the draws and not the policy, and the reward falls with them",
+        ("shared_masks", "per_token", "tighter_clip", "more_draws", "smaller_steps"),
     ),
     "decoding": Cause(
         _decoding,
@@ -223,7 +236,8 @@ class StabilityGuard(TrainerCallback):
         for name, cause in CAUSES.items():
             if name in told or not cause.is_seen(trend, args.num_generations, num_prompts):
                 continue
-            warning = StabilityWarning(state.global_step, name, _message(cause, trend, state.global_step, args))
+            message = _message(cause, trend, state.global_step, args)
+            warning = StabilityWarning(state.global_step, name, message, cause.is_fatal)
             self.warnings.append(warning)
             logger.warning(warning.message)
             if self.stop and cause.is_fatal:

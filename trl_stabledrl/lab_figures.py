@@ -41,7 +41,11 @@ def draw_all(results: Results) -> list[tuple[str, str]]:
     folder.mkdir(exist_ok=True)
     pictures: list[tuple[str, str, Callable[[Results, Path], bool]]] = [
         ("reward.png", "Reward of the rollouts: mean of seeds, smoothed over 9 steps, and their range.", _reward),
-        ("grad_norm.png", "Gradient norm before clipping: median of seeds and their range.", _grad_norm),
+        (
+            "grad_norm.png",
+            "Gradient norm before clipping: median and range of the seeds that have a gradient.",
+            _grad_norm,
+        ),
         ("ratio_gradient.png", "Each step's largest ratio and its gradient norm.", _ratio_gradient),
         (
             "weights.png",

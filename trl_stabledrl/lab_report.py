@@ -451,22 +451,32 @@ def _epsilon_large(results: Results) -> Claim:
     )
 
 
+def _ending(results: Results, method: str) -> str:
+    regimes = [regime for regime in REGIMES if results.of(method, regime)]
+    falls = [regime for regime in regimes if _most(results, method, regime)]
+    return f"collapses ({' and '.join(falls)})" if falls else "does not collapse"
+
+
 def findings(results: Results) -> list[str]:
     """What the runs show beside the claims, or against them."""
     found = []
     if results.has("grpo_shared", "grpo", regimes=["normal"]):
         found.append(
-            "**The masks make the collapse.** With masks shared between old and new scores the same GRPO: "
-            f"{_accuracies(results, 'grpo_shared')}; with masks of their own: {_accuracies(results, 'grpo')}."
+            f"**GRPO with masks shared between old and new scores** {_ending(results, 'grpo_shared')}: "
+            f"{_accuracies(results, 'grpo_shared')}; with masks of their own it {_ending(results, 'grpo')}: "
+            f"{_accuracies(results, 'grpo')}."
         )
     if results.has("grpo_token") or results.has("espo"):
         names = [name for name in ("grpo_token", "espo") if results.has(name)]
-        found.append(f"**So does the sum.** With the mean per token in its place: {_accuracies(results, *names)}.")
+        endings = " and ".join(dict.fromkeys(_ending(results, name) for name in names))
+        found.append(
+            f"**GRPO with the mean per token** in place of the sum {endings}: {_accuracies(results, *names)}."
+        )
     if results.has("spg", "stabledrl", regimes=["normal"]):
         gap = results.mean("spg", "normal", "accuracy_after") - results.mean("stabledrl", "normal", "accuracy_after")
         found.append(
             f"**No ratio at all** ends {gap:+.2f} from StableDRL with ε = 5 under normal noise: "
-            f"{_accuracies(results, 'spg')}."
+            f"{_accuracies(results, 'spg')}. (It has no old score: under stress only its own score is affected.)"
         )
     if results.has("stabledrl", "stabledrl_eps1"):
         gaps = [
@@ -504,10 +514,25 @@ def findings(results: Results) -> list[str]:
             for row in log[-max(len(log) // 4, 1) :]
         )
         found.append(
-            f"**Zero accuracy is absorbing**: in the last quarter of GRPO's steps {silent:.0%} have no gradient at "
-            "all, since every group has equal rewards."
+            f"**Steps without any gradient**, since every group has equal rewards: {silent:.0%} in the last quarter "
+            "of GRPO's runs, normal noise. Where no completion is right there is no way back."
         )
-    return found + _variance_findings(results)
+    return found + _guard_findings(results) + _variance_findings(results)
+
+
+def _guard_findings(results: Results) -> list[str]:
+    runs = [run for run in results.runs if "warnings" in run]
+    if not runs:
+        return []
+    fell = [run for run in runs if run["collapsed"]]
+    warned = [run for run in runs if any(warning["is_fatal"] for warning in run["warnings"])]
+    both = [run for run in fell if run in warned]
+    steps = sorted(min(w["step"] for w in run["warnings"] if w["is_fatal"]) for run in both)
+    median = f", at step {steps[len(steps) // 2]} in the median" if steps else ""
+    return [
+        f"**The guard** warned of a fatal cause in {len(both)} of the {len(fell)} runs that collapsed{median}, and in "
+        f"{len(warned) - len(both)} of the {len(runs) - len(fell)} that did not."
+    ]
 
 
 def _variance_findings(results: Results) -> list[str]:

@@ -199,7 +199,7 @@ def test_float32_is_as_near_as_float32_can_be(block_length):
     assert_same_gradients(gradients_of(model, some_loss(found)), gradients_of(model, some_loss(expected)))
 
 
-@pytest.mark.parametrize("sampling", get_args(McSampling))
+@pytest.mark.parametrize("sampling", [name for name in get_args(McSampling) if name != "quadrature"])
 @pytest.mark.parametrize("block_length", [3, 4])
 def test_the_elbo_is_the_definitions_from_the_noise_key_to_nats(block_length, sampling):
     model = model_of(block_length)
@@ -224,7 +224,7 @@ def test_the_elbo_is_the_definitions_from_the_noise_key_to_nats(block_length, sa
     torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize("sampling", get_args(McSampling))
+@pytest.mark.parametrize("sampling", [name for name in get_args(McSampling) if name != "quadrature"])
 def test_both_bounds_of_a_row_are_the_definitions(sampling):
     model, texts = model_of(), texts_of(4, 10)
     settings = settings_of(mc_sampling=sampling, num_mc_samples=4)

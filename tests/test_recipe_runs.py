@@ -23,7 +23,9 @@ from trl_stabledrl.cli.main import main
 from trl_stabledrl.data import TASKS
 
 RECIPES = [
-    path for path in sorted(trl_stabledrl.recipes_folder().glob("*.yaml")) if path.stem not in ("quickstart", "lab")
+    path
+    for path in sorted(trl_stabledrl.recipes_folder().glob("*.yaml"))
+    if path.stem not in ("quickstart", "lab", "lab_sdar")
 ]
 IDS = torch.arange(5, 20)[None]
 CUT = {

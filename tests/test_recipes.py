@@ -15,7 +15,7 @@ from trl_stabledrl.cli.main import main
 from trl_stabledrl.cli.train import make_parser
 
 RECIPES = sorted(trl_stabledrl.recipes_folder().glob("*.yaml"))
-TRAINING = [path for path in RECIPES if path.stem not in ("quickstart", "lab")]
+TRAINING = [path for path in RECIPES if path.stem not in ("quickstart", "lab", "lab_sdar")]
 ADAPTING = [path for path in TRAINING if path.stem.endswith("lora")]
 # rows per update of 8 processes, and rows per prompt
 PEERS = {

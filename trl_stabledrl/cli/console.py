@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What commands show: tables on standard output; errors of the user's making as one line on standard error."""
 
+import argparse
 import dis
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +26,13 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 class UserError(Exception):
     """Something in the command line, the recipe or the files they name; the message is all the user needs."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong with a command line as any other error of the user's is said."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
 
 
 @contextmanager

@@ -2,18 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trl-stabledrl env`: what a bug report needs to say about the machine, and what a recipe would take of it."""
 
-import argparse
 import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from accelerate.commands.config.config_args import default_config_file
 
 from .. import __version__
-from .console import UserError
+from .console import OneLineParser, UserError
 
 PACKAGES = (
     "torch",
@@ -47,11 +45,6 @@ def devices() -> str:
     return f"CPU, {torch.get_num_threads()} thread(s)"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def run(argv: Sequence[str]) -> int:
     """
     Print versions and devices as a list that can be pasted into an issue, or the memory plan of a recipe.
@@ -64,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
         `int`:
             Exit status: 1 where a recipe does not fit.
     """
-    parser = _Parser(
+    parser = OneLineParser(
         prog="trl-stabledrl env",
         allow_abbrev=False,
         description="Print versions and devices, to paste into a bug report. With --recipe: check a recipe without "

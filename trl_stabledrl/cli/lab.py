@@ -6,19 +6,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
 from ..lab_figures import draw_all
 from ..lab_report import Results, claims, screen_table, summary, write_report
-from .console import UserError
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+from .console import OneLineParser, UserError
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     Returns:
         `argparse.ArgumentParser`
     """
-    parser = _Parser(
+    parser = OneLineParser(
         prog="trl-stabledrl lab",
         description="Compare StableDRL with its ablations and its peers on a tiny model, under normal and under "
         "stressed noise, and say which of the paper's claims show here.",

@@ -4,19 +4,13 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
 from ..quickstart import MODEL_TYPES, QuickstartConfig
 from ..quickstart import run as run_quickstart
-from .console import UserError
+from .console import OneLineParser
 from .parser import find_recipe
 
 _TASKS = {"sorting": "sorting", "addition": "addition", "sudoku": "sudoku_digits"}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,7 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
     Returns:
         `argparse.ArgumentParser`
     """
-    parser = _Parser(
+    parser = OneLineParser(
         prog="trl-stabledrl quickstart",
         description="Train a tiny model by supervision, then by StableDRL, and show the curve: minutes on a CPU.",
         allow_abbrev=False,

@@ -531,7 +531,8 @@ def _guard_findings(results: Results) -> list[str]:
     median = f", at step {steps[len(steps) // 2]} in the median" if steps else ""
     return [
         f"**The guard** warned of a fatal cause in {len(both)} of the {len(fell)} runs that collapsed{median}, and in "
-        f"{len(warned) - len(both)} of the {len(runs) - len(fell)} that did not."
+        f"{len(warned) - len(both)} of the {len(runs) - len(fell)} that did not. (Its thresholds were set on this "
+        "protocol, so these counts flatter it.)"
     ]
 
 

@@ -223,8 +223,9 @@ def draw_mask_plan(
         if mask_rate is None:
             return u
         rate = mask_rate.reshape(-1, *[1] * (u.ndim - 1)).double()
-        fixed = (rate * (1 << UNIT_BITS)).nan_to_num(nan=1.0).round().long().clamp(1, 1 << UNIT_BITS) - 1
-        return torch.where(rate.isnan(), u, fixed)
+        is_given = ~rate.isnan()
+        units = (torch.where(is_given, rate, 1.0) * (1 << UNIT_BITS)).round().long()
+        return torch.where(is_given, units.clamp(1, 1 << UNIT_BITS) - 1, u)
 
     no_prompt = torch.zeros(len(noise_key), num_draws, prompt_mask.shape[1], dtype=torch.bool, device=device)
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,3 +311,12 @@ def test_plan_counts_the_passes_that_the_trainer_makes(
 
     assert plans == [expected]
     assert sum(counted) == sum(expected) * batch * steps
+
+
+def test_a_checkpoint_that_only_lacks_its_name_can_be_resumed_from(tmp_path):
+    (tmp_path / "_saving" / "checkpoint-3").mkdir(parents=True)
+    args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint="true")
+
+    job.check_folders(args)
+
+    assert args.resume_from_checkpoint is True

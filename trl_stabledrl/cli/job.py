@@ -22,12 +22,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainerCallback,
 )
-from transformers.trainer_utils import get_last_checkpoint
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset, get_peft_config
 
 from .. import __version__
 from .._compat import shapes_only
-from ..checks import check_dataset, check_output_dir
+from ..checkpoints import STAGING_FOLDER, checkpoints_in
+from ..checks import check_dataset, check_output_dir, resume_request
 from ..data import TASKS, Task
 from ..evaluation import TaskEvaluation, plan_evaluation, training_evaluation_config
 from ..models.adapters import Adapter, adapter_at, checked_peft_config
@@ -351,17 +351,15 @@ def check_folders(training_args: Any) -> None:
 
     `resume_from_checkpoint` becomes a boolean where it is one.
     """
-    resume = training_args.resume_from_checkpoint
-    if isinstance(resume, str) and resume.lower() in ("true", "false"):
-        resume = resume.lower() == "true"
-    training_args.resume_from_checkpoint = resume
+    training_args.resume_from_checkpoint = resume = resume_request(training_args.resume_from_checkpoint)
     check_output_dir(training_args.output_dir, resume)
     folder = Path(training_args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir={str(folder)!r} is a file. Choose another output_dir.")
     if isinstance(resume, str) and not Path(resume).is_dir():
         raise UserError(f"resume_from_checkpoint={resume!r}: there is no such folder.")
-    if resume is True and (not folder.is_dir() or get_last_checkpoint(str(folder)) is None):
+    # a checkpoint that only lacked its name when the run was killed is one: the trainer gives it back
+    if resume is True and not checkpoints_in(folder) and not checkpoints_in(folder / STAGING_FOLDER):
         raise UserError(
             f"resume_from_checkpoint is true, but output_dir={str(folder)!r} holds no checkpoint to resume."
         )

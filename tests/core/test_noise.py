@@ -38,7 +38,7 @@ def test_values_never_change_between_versions():
         4401498168067693960,
     ]
     assert [(stream.name, stream.value) for stream in Stream] == list(
-        zip(("COUNT", "ORDER", "BLOCK", "COIN", "ROLLOUT"), range(1, 6), strict=True)
+        zip(("COUNT", "ORDER", "BLOCK", "COIN", "ROLLOUT", "TOKEN"), range(1, 7), strict=True)
     )
 
 

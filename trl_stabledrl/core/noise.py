@@ -26,6 +26,7 @@ class Stream(IntEnum):
     BLOCK = 3
     COIN = 4
     ROLLOUT = 5
+    TOKEN = 6
 
 
 def _signed(value: int) -> int:

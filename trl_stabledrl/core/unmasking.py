@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .noise import Stream, random_bits
+
 Remasking = Literal["low_confidence", "random", "entropy", "margin"]
 
 
@@ -46,8 +48,36 @@ def race_noise(num_positions: int, vocab_size: int, *, generator: torch.Generato
             Positive float64 unit exponentials, `E` one (random remasking) plus the groups plus the group's length.
     """
     # uniform float64, not `exponential_`: that one is a 31-bit generator with MKL, and can return 0 in float32
-    width = 1 + sum(race_grid(vocab_size))
+    width = _noise_width(vocab_size)
     uniform = torch.rand(num_positions, width, generator=generator, device=generator.device, dtype=torch.float64)
+    return _exponential(uniform)
+
+
+def keyed_race_noise(vocab_size: int, *keys: Int[Tensor, " N"]) -> Float[Tensor, "N E"]:
+    """
+    Noise with the law of [`race_noise`]'s that is a hash of its keys: no generator is advanced, so that a position's
+    draw does not depend on what shares its batch, on an interruption, or on the rank that makes it.
+
+    Args:
+        vocab_size (`int`):
+            Number of tokens `V`.
+        keys (`Int[Tensor, "N"]`):
+            What names the draw of a position: the row's seed, the place in its text, the denoising step.
+
+    Returns:
+        `Float[Tensor, "N E"]`:
+            As [`race_noise`].
+    """
+    lane = torch.arange(_noise_width(vocab_size), device=keys[0].device)
+    bits = random_bits(0, Stream.TOKEN, *(key[:, None] for key in keys), lane)
+    return _exponential(((bits >> 11) & ((1 << 53) - 1)).double().mul_(2.0**-53))
+
+
+def _noise_width(vocab_size: int) -> int:
+    return 1 + sum(race_grid(vocab_size))
+
+
+def _exponential(uniform: Tensor) -> Tensor:
     return uniform.neg_().log1p_().neg_().clamp_min_(1e-30)
 
 
@@ -157,21 +187,22 @@ def sample_tokens(
     return tokens, confidence
 
 
-def num_to_commit(num_masked: Int[Tensor, " B"], *, num_steps_left: int) -> Int[Tensor, " B"]:
+def num_to_commit(num_masked: Int[Tensor, " B"], *, num_steps_left: int | Int[Tensor, " B"]) -> Int[Tensor, " B"]:
     """
     Even share of the masked positions that one of the remaining steps commits, rounded up.
 
     Args:
         num_masked (`Int[Tensor, "B"]`):
             Masked positions of each row's active block.
-        num_steps_left (`int`):
-            Denoising steps left for the block, this one included.
+        num_steps_left (`int` or `Int[Tensor, "B"]`):
+            Denoising steps left for the block, this one included; a tensor, whose values are not looked at, where
+            rows are at different steps.
 
     Returns:
         `Int[Tensor, "B"]`:
             At least one where a position is masked; all at the last step.
     """
-    if num_steps_left < 1:
+    if isinstance(num_steps_left, int) and num_steps_left < 1:
         raise ValueError(
             f"Expected num_steps_left >= 1, got {num_steps_left}. A block must be complete after its last step."
         )
@@ -213,3 +244,41 @@ def select_commits(
     if threshold is not None:
         is_chosen = is_chosen | (confidence > threshold)
     return is_chosen & is_masked
+
+
+def choose_commits(
+    confidence: Float[Tensor, "B L"],
+    is_masked: Bool[Tensor, "B L"],
+    *,
+    num_steps_left: int | Int[Tensor, " B"],
+    threshold: float | None = None,
+    is_late: Bool[Tensor, "B L"] | None = None,
+) -> Bool[Tensor, "B L"]:
+    """
+    Choose what one denoising step commits. Every engine decodes by this function, one block per row.
+
+    Args:
+        confidence (`Float[Tensor, "B L"]`):
+            Confidence in the token sampled at each position; ignored where the position is not masked.
+        is_masked (`Bool[Tensor, "B L"]`):
+            Positions still to be decided.
+        num_steps_left (`int` or `Int[Tensor, "B"]`):
+            Denoising steps left for the block, this one included. Ignored with a threshold.
+        threshold (`float`, *optional*):
+            Without one each step commits an even share of what is masked ("static"); with one, all above it and at
+            least one ("dynamic").
+        is_late (`Bool[Tensor, "B L"]`, *optional*):
+            Positions that are committed after all others.
+
+    Returns:
+        `Bool[Tensor, "B L"]`:
+            Positions to commit: at least one in every row that has a masked position.
+    """
+    if is_late is not None:
+        confidence = confidence.masked_fill(is_late, -torch.inf)
+    num_masked = is_masked.sum(dim=-1)
+    if threshold is None:
+        num = num_to_commit(num_masked, num_steps_left=num_steps_left)
+    else:
+        num = torch.ones_like(num_masked)
+    return select_commits(confidence, is_masked, num, threshold=threshold)

@@ -71,6 +71,11 @@ class SDARConfig(Qwen3Config):
                 f"{self.num_key_value_heads}. The first must be a multiple of the second."
             )
 
+    @property
+    def canvas_length(self) -> int:
+        """Tokens decoded together, under the name by which vLLM knows a diffusion model."""
+        return self.block_size
+
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """Read `config.json` and keep the name it was asked by, as [`~transformers.AutoConfig`] does."""

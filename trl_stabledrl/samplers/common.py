@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..core.unmasking import Remasking, num_to_commit, race_grid, race_noise, sample_tokens, select_commits
+from ..core.unmasking import Remasking, choose_commits, race_grid, race_noise, sample_tokens
 
 Attention = Literal["full", "block"]
 SuppressEos = Literal["sampling", "early_commit"]
@@ -396,21 +396,21 @@ class Decoding:
         block_confidence = confidence.new_zeros(is_masked.shape)
         block_confidence[is_masked] = confidence
         self.is_broken[rows] |= ~block_confidence.isfinite().all(dim=-1)
-        sampled_confidence = block_confidence
+        is_late = None
         if settings.suppress_eos == "early_commit":
-            is_end = torch.isin(block_tokens, self.end_token_ids)
-            block_confidence = block_confidence.masked_fill(is_end, -torch.inf)
-        if settings.confidence_threshold is None:
-            num_steps_left = settings.num_denoising_steps - self.step
-            num = num_to_commit(is_masked.sum(dim=-1), num_steps_left=num_steps_left)
-        else:
-            num = torch.ones_like(rows)
-        is_committed = select_commits(block_confidence, is_masked, num, threshold=settings.confidence_threshold)
+            is_late = torch.isin(block_tokens, self.end_token_ids)
+        is_committed = choose_commits(
+            block_confidence,
+            is_masked,
+            num_steps_left=settings.num_denoising_steps - self.step,
+            threshold=settings.confidence_threshold,
+            is_late=is_late,
+        )
         self.text_ids[rows, block] = torch.where(is_committed, block_tokens, self.text_ids[rows, block])
         self.commit_step[rows, block] = self.commit_step[rows, block].masked_fill(is_committed, self.step)
         self.is_masked[rows, block] = is_masked & ~is_committed
         if self.confidence is not None:
-            self.confidence[rows, block] = torch.where(is_committed, sampled_confidence, self.confidence[rows, block])
+            self.confidence[rows, block] = torch.where(is_committed, block_confidence, self.confidence[rows, block])
         self.num_vocab_positions += sum(self.num_masked)
         self.num_row_steps += len(self.busy)
         self.num_decided += int(is_committed.sum())

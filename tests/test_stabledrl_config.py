@@ -33,6 +33,9 @@ HONOURED = {
     # objective
     "beta", "num_iterations", "epsilon", "reward_weights", "multi_objective_aggregation", "scale_rewards",
     "mask_truncated_completions", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps",
+    # vLLM
+    "use_vllm", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
     # logs
     "log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo",
 }  # fmt: skip

@@ -33,6 +33,7 @@ from tests.trainer_tools import (
     tiny_model,
 )
 from trl_stabledrl import StableDRLConfig, StableDRLTrainer, stabledrl_trainer
+from trl_stabledrl.engines import transformers as engine
 
 TOLERANCE = 1e-6
 """Relative. The weights, the old scores and Llama's RMSNorm are float32, in a float64 model."""
@@ -323,7 +324,7 @@ PROMPTS_WITHOUT_IT = ["cd", "c", "defgd", "gg"]
 def poisoned(monkeypatch) -> Any:
     """A model that cannot see one token, though its rollouts are those of the sound one."""
     sound = tiny_model().get_input_embeddings().weight.detach()
-    sample = stabledrl_trainer.sample
+    sample = engine.sample
 
     def sample_soundly(model, *args, **kwargs):
         weight = model.get_input_embeddings().weight
@@ -334,7 +335,7 @@ def poisoned(monkeypatch) -> Any:
             weight[LOST] = broken
         return rollout
 
-    monkeypatch.setattr(stabledrl_trainer, "sample", sample_soundly)
+    monkeypatch.setattr(engine, "sample", sample_soundly)
 
     def make() -> Any:
         model = tiny_model()

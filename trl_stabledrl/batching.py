@@ -53,7 +53,7 @@ def left_padded(rows: Sequence[Sequence[int]], *, pad_token_id: int) -> tuple[Te
         `tuple[torch.Tensor, torch.BoolTensor]`:
             Ids and the mask of real tokens, both `(B, longest)`.
     """
-    longest = max(len(row) for row in rows)
+    longest = max((len(row) for row in rows), default=0)
     ids = torch.full((len(rows), longest), pad_token_id)
     is_real = torch.zeros(len(rows), longest, dtype=torch.bool)
     for index, row in enumerate(rows):

@@ -3,13 +3,16 @@
 """What is looked at before anything is loaded."""
 
 import json
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from datasets import Dataset, IterableDataset
+from packaging.version import Version
 from transformers.trainer_utils import get_last_checkpoint
 
 
@@ -127,4 +130,86 @@ def check_output_dir(output_dir: str | None, resume_from_checkpoint: str | bool 
             f"output_dir={output_dir!r} already holds a checkpoint, {Path(last).name}, and resume_from_checkpoint is "
             "not set. Nothing was touched. Pass resume_from_checkpoint=true to continue that run, or choose another "
             "output_dir."
+        )
+
+
+OLDEST, NEWEST = Version("0.28"), Version("0.31")
+
+OWN_OPTIONS = {
+    "model": "model_name_or_path",
+    "tokenizer": "model_name_or_path",
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "max_model_len": "vllm_max_model_length",
+    "enable_sleep_mode": "vllm_enable_sleep_mode",
+    "model_impl": "vllm_model_impl",
+}
+"""Arguments of `vllm.LLM` that the trainer's configuration has options for."""
+
+FIXED_ARGUMENTS = ("distributed_executor_backend", "seed", "quantization", "trust_remote_code", "scheduler_cls")
+"""Arguments of `vllm.LLM` that must be what they are for the engine to live in the trainer."""
+
+
+def installed_vllm() -> str | None:
+    """Version of the installed vLLM, which is not imported."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_vllm() -> None:
+    """Raise unless a supported vLLM is installed."""
+    version = installed_vllm()
+    if version is None:
+        raise ImportError(
+            "rollout_backend='vllm' needs vLLM, which is not installed: pip install 'trl-stabledrl[vllm]'. Or set "
+            "rollout_backend='transformers'."
+        )
+    found = Version(version)
+    if not OLDEST <= Version(f"{found.major}.{found.minor}") <= NEWEST:
+        raise ImportError(
+            f"rollout_backend='vllm' works with vLLM {OLDEST} to {NEWEST}, found {found}: pip install "
+            "'trl-stabledrl[vllm]'. Or set rollout_backend='transformers'."
+        )
+
+
+def check_engine_kwargs(engine_kwargs: dict[str, Any]) -> None:
+    """Raise where arguments of `vllm.LLM` have an option of their own, or cannot be chosen."""
+    for name in engine_kwargs:
+        if name in OWN_OPTIONS:
+            raise ValueError(f"vllm_engine_kwargs has {name!r}, which is set by {OWN_OPTIONS[name]}. Use that.")
+        if name in FIXED_ARGUMENTS:
+            raise ValueError(f"vllm_engine_kwargs has {name!r}, which the trainer decides. Leave it out.")
+
+
+def check_vllm_rollouts(model: Any, config: Any, args: Any, *, has_adapter: bool, is_quantized: bool) -> None:
+    """Raise where vLLM cannot decode for this run: nothing of it is imported, and no weight is loaded."""
+    check_vllm()
+    if not (model if isinstance(model, str) else config.name_or_path):
+        raise ValueError(
+            "rollout_backend='vllm' reads configuration and tokenizer from the path that the model came from; this "
+            "model was built in memory and has none. Save it and pass the folder as model=, or set "
+            "rollout_backend='transformers'."
+        )
+    if is_quantized or getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            "rollout_backend='vllm' cannot be given the weights of a quantized model (QLoRA). Set "
+            "rollout_backend='transformers', or train LoRA on the plain weights."
+        )
+    if has_adapter and (args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")):
+        raise ValueError(
+            "rollout_backend='vllm' with LoRA under FSDP: merging sharded weights would not leave them as they were. "
+            "Use DeepSpeed ZeRO or DDP, train all parameters, or set rollout_backend='transformers'."
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if args.vllm_max_model_length is not None and args.vllm_max_model_length <= args.max_completion_length:
+        raise ValueError(
+            f"vllm_max_model_length={args.vllm_max_model_length} holds prompt and completion, but "
+            f"max_completion_length is {args.max_completion_length} already. Raise it by the longest prompt's tokens."
+        )
+    if args.vllm_max_model_length is not None and positions and args.vllm_max_model_length > positions:
+        raise ValueError(
+            f"vllm_max_model_length={args.vllm_max_model_length} is more than the model's {positions} positions. "
+            f"Use at most {positions}."
         )

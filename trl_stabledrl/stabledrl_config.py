@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of [`StableDRLTrainer`]."""
 
+import json
 import math
 import os
 from dataclasses import dataclass, field, fields
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from trl import GRPOConfig
 
-from .checks import check_choice, default_bf16
+from .checks import check_choice, check_engine_kwargs, default_bf16
 from .core.attention import ContextAttention
 from .core.masking import MaskLaw, McSampling, check_draws
 from .core.objective import ClipMode, KlEstimator, RatioNormalization, log_clip_bounds
@@ -22,13 +23,15 @@ from .samplers import SamplingSettings, SuppressEos, check_decoding
 MaskCoupling = Literal["shared", "independent"]
 MaskSharing = Literal["none", "group"]
 GuardMode = Literal["off", "warn", "stop"]
+RolloutBackend = Literal["transformers", "vllm"]
 Surrogate = Literal["elbo", "sandwich"]
 
 # Inherited options that this trainer cannot honour, each with what to do instead. Set to anything but GRPOConfig's
 # default, they raise; `tests/test_stabledrl_config.py` checks that every field of GRPOConfig is here or honoured.
 _NEXT_TOKEN = "it acts on next-token log-probabilities, which a diffusion model does not have"
 _AR_DECODING = "it belongs to autoregressive decoding; see remasking, confidence_threshold, top_k and top_p"
-_NO_ENGINE = "no vLLM engine serves this family; rollouts run in the trainer. Leave it unset"
+_NO_SERVER = "vLLM runs in the trainer's processes (vllm_mode='colocate'); see docs/vllm.md. Leave it unset"
+_NO_IMPORTANCE = "it compares next-token log-probabilities of two engines. Leave it unset"
 _ORDER = "the prompts of a run are drawn by TRL's own sampler, from seed and shuffle_dataset. Leave it unset"
 _ENTROPY = "the entropy of a diffusion model is only known at masked positions. Leave it unset"
 REFUSED_OPTIONS = {
@@ -41,23 +44,18 @@ REFUSED_OPTIONS = {
     "use_transformers_continuous_batching": _AR_DECODING,
     "transformers_continuous_batching_config": _AR_DECODING,
     "use_transformers_paged": _AR_DECODING,
-    "use_vllm": _NO_ENGINE,
-    "vllm_mode": _NO_ENGINE,
-    "vllm_model_impl": _NO_ENGINE,
-    "vllm_enable_sleep_mode": _NO_ENGINE,
-    "vllm_structured_outputs_regex": _NO_ENGINE,
-    "vllm_server_base_url": _NO_ENGINE,
-    "vllm_server_host": _NO_ENGINE,
-    "vllm_server_port": _NO_ENGINE,
-    "vllm_server_timeout": _NO_ENGINE,
-    "vllm_group_port": _NO_ENGINE,
-    "vllm_gpu_memory_utilization": _NO_ENGINE,
-    "vllm_max_model_length": _NO_ENGINE,
-    "vllm_tensor_parallel_size": _NO_ENGINE,
-    "vllm_importance_sampling_mode": _NO_ENGINE,
-    "vllm_importance_sampling_clip_max": _NO_ENGINE,
-    "vllm_importance_sampling_clip_min": _NO_ENGINE,
-    "vllm_importance_sampling_cap": _NO_ENGINE,
+    "vllm_mode": _NO_SERVER,
+    "vllm_model_impl": "SDAR on vLLM is this package's plugin",
+    "vllm_structured_outputs_regex": "blocks are not decoded from left to right, which a grammar needs",
+    "vllm_server_base_url": _NO_SERVER,
+    "vllm_server_host": _NO_SERVER,
+    "vllm_server_port": _NO_SERVER,
+    "vllm_server_timeout": _NO_SERVER,
+    "vllm_group_port": _NO_SERVER,
+    "vllm_importance_sampling_mode": _NO_IMPORTANCE,
+    "vllm_importance_sampling_clip_max": _NO_IMPORTANCE,
+    "vllm_importance_sampling_clip_min": _NO_IMPORTANCE,
+    "vllm_importance_sampling_cap": _NO_IMPORTANCE,
     "delta": "the clip is unconditional and two-sided already; use epsilon, or clip_mode='upper' with ratio_cap",
     "epsilon_high": "the clip range is [1 - epsilon, 1 + epsilon]; for a cap alone use clip_mode='upper'",
     "sapo_temperature_neg": _NEXT_TOKEN,
@@ -88,6 +86,17 @@ FORCED_OPTIONS = {
     "disable_dropout": (True, "old and new scores must differ by the update alone, not by dropout masks"),
     "vllm_importance_sampling_correction": (False, "it subtracts next-token log-probabilities from ELBO proxies"),
 }
+
+
+# Options of vLLM that are honoured with rollout_backend="vllm" alone
+VLLM_OPTIONS = (
+    "vllm_enable_sleep_mode",
+    "vllm_gpu_memory_utilization",
+    "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
+    "vllm_engine_kwargs",
+    "rollout_self_check",
+)
 
 
 def _nearest(value: int, is_valid: Any) -> str:
@@ -167,11 +176,21 @@ class StableDRLConfig(GRPOConfig):
             `"sampling"`: end tokens are never sampled. `"early_commit"`: they are committed last within their block.
         guidance_scale (`float`, *optional*, defaults to `0.0`):
             Strength of classifier-free guidance in rollouts. The score stays the unguided model's own.
+        rollout_backend (`str`, *optional*, defaults to `"transformers"`):
+            What decodes the rollouts: `"transformers"`, the trained model itself, or `"vllm"` in the same process,
+            for SDAR. `use_vllm=True` says the same. See `docs/vllm.md`.
+        rollout_self_check (`bool`, *optional*, defaults to `True`):
+            Whether to decode a few prompts greedily with both before the first rollout by vLLM, and to stop where
+            they differ by more than rounding.
+        vllm_engine_kwargs (`dict`, *optional*):
+            Further arguments of `vllm.LLM`, such as `{"enforce_eager": true}`; JSON on the command line.
         stability_guard (`str`, *optional*, defaults to `"warn"`):
             What is done when the logged metrics show the run starting to fail: `"warn"`, once for each likely cause;
             `"stop"`: also save and end the run where the cause is a fatal one; or `"off"`. See
             [`~guard.StabilityGuard`].
     """
+
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]
 
     objective: ObjectiveName = field(
         default="stabledrl",
@@ -245,6 +264,16 @@ class StableDRLConfig(GRPOConfig):
         metadata={"help": "Never sample end tokens, or commit them last in their block."},
     )
     guidance_scale: float = field(default=0.0, metadata={"help": "Strength of classifier-free guidance in rollouts."})
+    rollout_backend: RolloutBackend = field(
+        default="transformers", metadata={"help": "What decodes the rollouts: the trained model itself, or vLLM."}
+    )
+    rollout_self_check: bool = field(
+        default=True,
+        metadata={"help": "Whether to compare vLLM with transformers on a few prompts before the first rollout."},
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further arguments of vllm.LLM; JSON on the command line."}
+    )
     stability_guard: GuardMode = field(
         default="warn",
         metadata={
@@ -266,6 +295,8 @@ class StableDRLConfig(GRPOConfig):
 
     def __post_init__(self):
         self.bf16 = default_bf16(self.bf16, use_cpu=self.use_cpu)
+        if self.use_vllm:  # to TRL it would mean next-token sampling, and its importance weights
+            self.rollout_backend, self.use_vllm = "vllm", False
         self._check_inherited()
         self._check_own()
         self._check_group_size()
@@ -309,9 +340,11 @@ class StableDRLConfig(GRPOConfig):
             "context_attention": ContextAttention,
             "remasking": Remasking,
             "suppress_eos": SuppressEos,
+            "rollout_backend": RolloutBackend,
             "stability_guard": GuardMode,
         }.items():
             check_choice(name, self.__dict__[name], choices)
+        self._check_rollout_backend()
         self.log_clip_bounds()
         if self.clip_mode == "both" and self.ratio_cap != 5.0:
             raise ValueError(
@@ -340,6 +373,41 @@ class StableDRLConfig(GRPOConfig):
             self.sampling_settings(num_denoising_steps=self.num_denoising_steps or 1)
         if self.num_denoising_steps is not None and self.num_denoising_steps < 1:
             raise ValueError(f"num_denoising_steps={self.num_denoising_steps} must be at least 1 per block.")
+
+    def _check_rollout_backend(self) -> None:
+        if self.rollout_backend == "transformers":
+            defaults = {f.name: f.default for f in fields(self)}
+            for name in VLLM_OPTIONS:
+                if self.__dict__[name] != defaults[name]:
+                    raise ValueError(
+                        f"{name}={self.__dict__[name]!r} has no effect with rollout_backend='transformers'. Set "
+                        f"rollout_backend='vllm', or leave {name} at {defaults[name]!r}."
+                    )
+            return
+        if not 0 < self.vllm_gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"vllm_gpu_memory_utilization={self.vllm_gpu_memory_utilization} must be above 0 and at most 1: it is "
+                "the share of a GPU's memory that vLLM may take."
+            )
+        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.vllm_tensor_parallel_size < 1 or num_processes % self.vllm_tensor_parallel_size:
+            raise ValueError(
+                f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size} must divide the number of processes, "
+                f"{num_processes}: as many of them share one copy of the model."
+            )
+        check_engine_kwargs(self.engine_kwargs())
+
+    def engine_kwargs(self) -> dict[str, Any]:
+        """`vllm_engine_kwargs`, read where it is JSON."""
+        found = self.vllm_engine_kwargs
+        if isinstance(found, str):
+            try:
+                found = json.loads(found)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"vllm_engine_kwargs={found!r} is no JSON: {error}.") from None
+        if not isinstance(found, dict | None):
+            raise ValueError(f"vllm_engine_kwargs={found!r} must be a mapping, such as {{'enforce_eager': true}}.")
+        return dict(found or {})
 
     def _check_objective(self, objective: Objective) -> None:
         """Fill in what was left to the objective, and raise where an option has no part in it."""
@@ -436,6 +504,7 @@ class StableDRLConfig(GRPOConfig):
 
     def resolve(self, family: Family) -> None:
         """Fill in what was left to the family, and check it."""
+        family.check_rollout_backend(self.rollout_backend)
         objective = OBJECTIVES[self.objective]
         if self.mask_law is None:
             laws = objective.mask_laws or (family.mask_law,)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from trl import GRPOTrainer
 
 from . import _compat
-from .batching import EVALUATION_ROWS, Batch, EpochSampler, gathered, in_row_order, left_padded
+from .batching import EVALUATION_ROWS, Batch, EpochSampler, gathered, in_row_order
 from .checkpoints import (
     ROLLOUTS_FILE,
     CheckpointedTrainer,
@@ -37,6 +37,7 @@ from .checks import (
     check_datasets,
     check_num_prompts,
     check_reference_path,
+    check_vllm_rollouts,
     revision_of,
     with_flex_attention,
 )
@@ -45,6 +46,7 @@ from .core.elbo import sandwich
 from .core.noise import Stream, random_bits
 from .core.peers import OBJECTIVES, token_weights
 from .core.peers import Rows as WeighedRows
+from .engines import RolloutEngine, TransformersEngine
 from .guard import StabilityGuard
 from .likelihood import Rows, RowScores, plan_masks, score_elbo, score_rows, score_tokens
 from .models.adapters import check_adapter, checked_peft_config, load_trainable, match_reference
@@ -58,7 +60,6 @@ from .run_metrics import (
     rollout_metrics,
     score_metrics,
 )
-from .samplers import sample
 from .stabledrl_config import StableDRLConfig
 
 logger = get_logger(__name__)
@@ -188,6 +189,14 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         peft_config = checked_peft_config(peft_config, adapter=facts.adapter, family=facts.family, config=facts.config)
         args.resolve(facts.family)
         self.family = facts.family
+        if args.rollout_backend == "vllm":
+            check_vllm_rollouts(
+                model,
+                facts.config,
+                has_adapter=peft_config is not None or facts.adapter is not None,
+                args=args,
+                is_quantized=quantization_config is not None,
+            )
         if self.family.attention == "block" and isinstance(model, str) and not args.use_cpu:
             args.model_init_kwargs = with_flex_attention(args.model_init_kwargs)
         self.end_token_ids = facts.end_token_ids
@@ -224,6 +233,8 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         )
         disable_attention_dropout(self.model)
         match_reference(self.model)
+        self.num_trainings = 0  # calls of `train`, each of which may begin with other weights
+        self.rollout_engine = self._make_rollout_engine()
         self.eos_token_ids = list(self.end_token_ids)  # TRL's metrics of truncation read them
         self.add_callback(OptimizerTimer(self.clock))
         if args.stability_guard != "off":
@@ -272,26 +283,15 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         start = time.perf_counter()
-        padded, is_prompt = left_padded(prompt_ids, pad_token_id=self.likelihood_settings.mask_token_id)
         row_seeds = random_bits(self.args.seed, Stream.ROLLOUT, self._row_index(len(prompt_ids))).tolist()
         shows_bar = self.accelerator.is_main_process and not self.args.disable_tqdm
-        with (
-            self._measured("rollout"),
-            _compat.unwrapped_for_generation(self.model_wrapped, self.accelerator, self.args) as model,
-            dense_attention(model),
-            token_bar("rollout", is_shown=shows_bar) as progress,
-        ):
-            rollout = sample(
-                model,
-                padded.to(self.accelerator.device),
-                is_prompt.to(self.accelerator.device),
-                mask_token_id=self.likelihood_settings.mask_token_id,
-                end_token_ids=self.end_token_ids,
-                settings=self.sampling_settings,
+        with self._measured("rollout"), token_bar("rollout", is_shown=shows_bar) as progress:
+            rollout = self.rollout_engine.generate(
+                prompt_ids,
                 row_seeds=row_seeds,
-                attention=self.family.attention,
+                # outside of training anyone may change the weights
+                policy_version=(self.num_trainings, self.state.global_step) if self.is_in_train else None,
                 progress=progress,
-                any_rank_active=self._any_rank if self.accelerator.num_processes > 1 else None,
             )
         self._log_values(
             rollout_metrics(
@@ -303,6 +303,47 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
             )
         )
         return rollout.completion_ids, None
+
+    @contextmanager
+    def _sampling_model(self) -> Iterator[Any]:
+        with (
+            _compat.unwrapped_for_generation(self.model_wrapped, self.accelerator, self.args) as model,
+            dense_attention(model),
+        ):
+            yield model
+
+    def _make_rollout_engine(self) -> RolloutEngine:
+        args = self.args
+        engine = TransformersEngine(
+            self._sampling_model,
+            attention=self.family.attention,
+            mask_token_id=self.likelihood_settings.mask_token_id,
+            end_token_ids=self.end_token_ids,
+            settings=self.sampling_settings,
+            device=self.accelerator.device,
+            any_rank=self._any_rank if self.accelerator.num_processes > 1 else None,
+        )
+        if args.rollout_backend == "transformers":
+            return engine
+        # imported here: it imports vLLM, where that is installed, which takes ten seconds
+        from .engines.vllm import VLLMEngine
+
+        assert isinstance(self.processing_class, PreTrainedTokenizerBase)
+        assert args.steps_per_generation is not None  # GRPOConfig.__post_init__ sets it
+        num_seqs = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
+        return VLLMEngine(
+            self.model,
+            self.accelerator,
+            self.processing_class,
+            reference=engine,
+            self_check=args.rollout_self_check,
+            engine_kwargs=args.engine_kwargs(),
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_model_length=args.vllm_max_model_length,
+            max_num_seqs=num_seqs,
+            enable_sleep_mode=args.vllm_enable_sleep_mode,
+        )
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
@@ -732,6 +773,7 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         self.checkpoints.finish(self, staged, state)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
+        self.num_trainings += 1
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return

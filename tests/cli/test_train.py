@@ -123,7 +123,7 @@ def test_resume_in_yaml_continues_at_the_last_checkpoint(recipe, tmp_path):
         ({"eval_strategy": "steps", "num_generations_eval": 3}, ["eval", "3"]),
         ({"resume_from_checkpoint": True}, ["resume_from_checkpoint is true", "no checkpoint"]),
         ({"resume_from_checkpoint": "checkpoint-9"}, ["resume_from_checkpoint='checkpoint-9'", "no such folder"]),
-        ({"use_vllm": True}, ["use_vllm=True", "not honoured"]),
+        ({"use_vllm": True}, ["rollout_backend='vllm' (or use_vllm) does not serve LLaDA, only SDAR"]),
         ({"loss_type": "grpo"}, ["loss_type='grpo'", "stabledrl"]),
     ],
 )

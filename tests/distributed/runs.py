@@ -23,6 +23,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from tests.tiny import tiny_llada, tiny_sdar
 from tests.trainer_tools import END, LETTERS, config_of, flat, letter_tokenizer, prompts_of, reward_of
 from trl_stabledrl import StableDRLTrainer, stabledrl_trainer
+from trl_stabledrl.engines import transformers as engine
 from trl_stabledrl.likelihood import plan_masks
 
 PROMPTS = ("ab", "c", "defga", "gg")
@@ -264,7 +265,7 @@ def recorded(job: Job, folder: Path) -> Record:
         stack.enter_context(patch.dict(os.environ))  # which says what accelerate shards
         if job.sharding == "fsdp2":
             stack.enter_context(patch.object(PartialState, "__init__", as_if_with_accelerators))
-        stack.enter_context(patch.object(stabledrl_trainer, "sample", _sampler(job, tokenizer)))
+        stack.enter_context(patch.object(engine, "sample", _sampler(job, tokenizer)))
         stack.enter_context(patch.object(stabledrl_trainer, "score_elbo", score_elbo_or_lose))
         if job.token_chunk is not None:
             stack.enter_context(patch("trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE", job.token_chunk))

@@ -62,6 +62,7 @@ def test_llada_is_known_with_the_published_values():
         "num_mc_samples": 2,
         "tokens_per_step": 2,
         "lora_target_modules": tuple(LORA_TARGETS),
+        "rollout_backends": ("transformers",),
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         family.block_length = 4  # pyright: ignore[reportAttributeAccessIssue]
@@ -80,6 +81,7 @@ def test_sdar_is_known_with_the_published_values_and_the_blocks_of_the_model():
         "num_mc_samples": 4,
         "tokens_per_step": 1,
         "lora_target_modules": tuple(LORA_TARGETS),
+        "rollout_backends": ("transformers", "vllm"),
     }
     assert family_of(SDARConfig(block_size=32)).block_length == 32
 

@@ -23,6 +23,7 @@ from trl_stabledrl.core.masking import MaskLaw, McSampling
 from .bidirectional import BlockDiffusionMixin, SelectedPositionsMixin
 
 Attention = Literal["full", "block"]
+RolloutBackend = Literal["transformers", "vllm"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Family:
             Default number of Monte Carlo draws.
         lora_target_modules (`tuple[str, ...]`, *optional*):
             Modules that a LoRA adapter changes where none are named. Defaults to the projections of Llama's kin.
+        rollout_backends (`tuple[str, ...]`, *optional*, defaults to `("transformers",)`):
+            Engines that can decode it while it trains.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Family:
         "up_proj",
         "down_proj",
     )
+    rollout_backends: tuple[RolloutBackend, ...] = ("transformers",)
 
     def __post_init__(self) -> None:
         """Raise where the facts contradict each other."""
@@ -101,6 +105,15 @@ class Family:
             raise ValueError(
                 f"mask_law={mask_law!r} does not apply to {self.name}, whose attention is {self.attention!r}. "
                 f"Allowed: {', '.join(map(repr, self.mask_laws))}."
+            )
+
+    def check_rollout_backend(self, backend: str) -> None:
+        """Raise unless an engine of that name decodes this family."""
+        if backend not in self.rollout_backends:
+            able = ", ".join(family.name for family in FAMILIES if backend in family.rollout_backends)
+            raise ValueError(
+                f"rollout_backend={backend!r} (or use_vllm) does not serve {self.name}, only {able or 'no family'}. "
+                f"Use {' or '.join(map(repr, self.rollout_backends))}."
             )
 
     def resolved_block_length(self, block_length: int | None, *, max_completion_length: int) -> int:

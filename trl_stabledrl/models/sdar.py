@@ -21,6 +21,7 @@ FAMILY = Family(
     mask_law="staircase",
     mc_sampling="cyclic",
     num_mc_samples=4,
+    rollout_backends=("transformers", "vllm"),
 )
 
 # fields of transformers' own that a published file does not have: each follows from others

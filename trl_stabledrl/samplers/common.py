@@ -179,7 +179,7 @@ class Rollout:
 
 
 def validate_trajectory(
-    rollout: Rollout, *, block_length: int, mask_token_id: int, end_token_ids: Sequence[int]
+    rollout: Rollout, *, block_length: int, mask_token_id: int, end_token_ids: Sequence[int], is_cut: bool = False
 ) -> None:
     """
     Check that a rollout keeps the contract every sampler has with the likelihoods.
@@ -197,6 +197,8 @@ def validate_trajectory(
             Token of positions never decoded.
         end_token_ids (`Sequence[int]`):
             Tokens that end a completion.
+        is_cut (`bool`, *optional*, defaults to `False`):
+            Whether what lies behind the end token in its block may be missing.
 
     Raises:
         `ValueError`: Naming the first row, and block, that breaks it.
@@ -225,6 +227,9 @@ def validate_trajectory(
         borders = [0, *range(block_length - offsets[row], window_length, block_length), window_length]
         for block, (start, stop) in enumerate(pairwise(borders)):
             where = f"row {row}, block {block}"
+            is_part = is_cut and start < len(completion) < stop
+            if is_part:
+                stop = len(completion)
             tokens, block_steps = window[start:stop], steps[start:stop]
             if is_over:
                 if any(step != -1 for step in block_steps) or any(token != mask_token_id for token in tokens):
@@ -238,7 +243,7 @@ def validate_trajectory(
                     f"Expected no mask token ({mask_token_id}) in {where}, got {tokens}. Decode every token of a "
                     "block, and never sample the mask token."
                 )
-            if set(block_steps) != set(range(max(block_steps) + 1)):
+            if min(block_steps) < 0 or (not is_part and set(block_steps) != set(range(max(block_steps) + 1))):
                 raise ValueError(
                     f"Expected steps contiguous from 0 in {where}, got {block_steps}. Count steps within the "
                     "block, and commit at least one token in each."
@@ -419,10 +424,7 @@ class Decoding:
     def rollout(self) -> Rollout:
         """Cut the completions out of the texts, and check the whole."""
         if self.is_broken.any():
-            raise ValueError(
-                f"Expected finite logits, got NaN or infinity in rows {self.is_broken.nonzero()[:, 0].tolist()}. "
-                "Check the weights for NaN, and half precision for overflow."
-            )
+            raise broken_rows_error(self.is_broken.nonzero()[:, 0].tolist())
         window = torch.arange(self.settings.max_completion_length, device=self.text_ids.device)
         window = self.block_offset[:, None] + window  # (B, W) columns
         window_ids = self.text_ids.gather(1, window)
@@ -514,6 +516,14 @@ class SamplingHead:
             self.logits = torch.empty(num, vocab_size, dtype=torch.float32, device=device)
             self.scratch = torch.empty(num, num_groups * group_length, dtype=torch.float32, device=device)
         return self.logits[:num], self.scratch[:num]
+
+
+def broken_rows_error(rows: list[int]) -> ValueError:
+    """What is raised where a model's logits were not finite in some rows."""
+    return ValueError(
+        f"Expected finite logits, got NaN or infinity in rows {rows}. Check the weights for NaN, and half precision "
+        "for overflow."
+    )
 
 
 def check(is_allowed: bool, name: str, value: object, allowed: str, remedy: str) -> None:

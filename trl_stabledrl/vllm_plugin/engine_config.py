@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine's configuration must be for block diffusion to be exact; filled in or refused before weights load."""
+"""What an engine's configuration must be for block diffusion to be exact, filled in or refused at its start."""
 
 import math
 from typing import Any

@@ -20,7 +20,7 @@ from .requests import BlockRequest
 from .state import BlockState
 
 TILE_LOGITS = 64 << 20
-"""Logits held in float32 at once: 256 MB. Sorting them for `top_p` takes six times as much, so a sixth of them then."""
+"""Logits held in float32 at once: 256 MB. Sorting them, for `top_p`, takes six times as much: a sixth of them then."""
 
 
 class BlockSampler:

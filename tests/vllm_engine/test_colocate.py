@@ -3,7 +3,7 @@
 """vLLM inside the trainer."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,11 @@ VLLM = {"use_vllm": True, "vllm_max_model_length": 64, "vllm_engine_kwargs": {"e
 
 
 @pytest.fixture
-def engine_of(trainer_of: Callable[..., StableDRLTrainer]) -> Iterator[Callable[..., Any]]:
+def engine_of(trainer_of: Callable[..., StableDRLTrainer]) -> Callable[..., Any]:
     def make(**changes: Any) -> Any:
         return trainer_of(**VLLM | {"rollout_self_check": False} | changes).rollout_engine
 
-    yield make
+    return make
 
 
 def completion_of(model: Any, prompt: list[int]) -> list[int]:

@@ -3,8 +3,8 @@
 """Rollouts by vLLM in the processes that train, on the same devices. The plugin it decodes with: `vllm_plugin/`."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from io import StringIO
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl.generation import vllm_generation
@@ -115,34 +114,38 @@ class VLLMEngine(VLLMGeneration):
 
     # Weights
 
-    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+    def _iter_named_params(self) -> Iterator[tuple[str, Any]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """
         TRL's, but for LoRA: one layer is merged at a time, and its base weight put back as it was. Subtracting the
         adapter again, as PEFT does, would leave rounding errors in the weights that are trained.
         """
-        model = self.model
+        model: Any = self.model
         if not is_peft_model(model):
             yield from super()._iter_named_params()
             return
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+        layers: dict[str, Any] = {
+            name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)
+        }
         merged: set[str] = set()
         for layer_name, layer in layers.items():
-            with ExitStack() as stack:
-                stack.enter_context(self._dist.gather_params(list(layer.parameters())))
-                base: Any = layer.get_base_layer()
-                names = [name for name, _ in base.named_parameters()]
-                kept = {name: base.get_parameter(name).data.clone() for name in names}
+            with self._dist.gather_params(list(layer.parameters())):
+                base = layer.get_base_layer()
+                kept = {name: parameter.data.clone() for name, parameter in base.named_parameters()}
                 layer.merge()
-                for name in names:
-                    merged.add(f"{layer_name}.base_layer.{name}")
-                    yield _published_name(f"{layer_name}.{name}"), base.get_parameter(name).data
-                layer.unmerge()
-                for name, value in kept.items():
-                    base.get_parameter(name).data.copy_(value)
+                try:
+                    for name in kept:
+                        merged.add(f"{layer_name}.base_layer.{name}")
+                        yield _published_name(f"{layer_name}.{name}"), base.get_parameter(name).data
+                finally:  # also where the engine fails on one of them
+                    layer.unmerge()
+                    for name, value in kept.items():
+                        base.get_parameter(name).data.copy_(value)
         for name, parameter in model.named_parameters():
-            if name in merged or model.prefix in name or "original_module" in name:
+            # of a module that is trained whole, the copy that is in use
+            is_other_copy = "modules_to_save." in name and f"modules_to_save.{model.active_adapter}." not in name
+            if name in merged or model.prefix in name or "original_module." in name or is_other_copy:
                 continue
             with self._dist.gather_params([parameter]):
                 yield _published_name(name), parameter.data
@@ -218,8 +221,9 @@ class VLLMEngine(VLLMGeneration):
         first, everyones = 0, rows
         if self.tensor_parallel_size > 1:
             parts: list[Any] = [None] * self.tensor_parallel_size
-            torch.distributed.all_gather_object(parts, rows, group=self.tp_group)
-            first = sum(len(part) for part in parts[: torch.distributed.get_rank(group=self.tp_group)])
+            group: Any = self.tp_group
+            torch.distributed.all_gather_object(parts, rows, group=group)
+            first = sum(len(part) for part in parts[: torch.distributed.get_rank(group=group)])
             everyones = [row for part in parts for row in part]
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
@@ -238,7 +242,7 @@ class VLLMEngine(VLLMGeneration):
         settings: SamplingSettings,
         progress: Callable[[int, int], None] | None,
     ) -> list[Any]:
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]  # not installed beside us
 
         if not rows:
             return []
@@ -271,7 +275,7 @@ class VLLMEngine(VLLMGeneration):
         prompt_ids: Sequence[Sequence[int]],
         outputs: Sequence[Any],
         settings: SamplingSettings,
-        counts: dict[str, int],
+        counts: dict[str, Any],
     ) -> Rollout:
         mask_token_id, window = self.reference.mask_token_id, settings.max_completion_length
         window_ids = torch.full((len(outputs), window), mask_token_id)
@@ -371,7 +375,8 @@ class VLLMEngine(VLLMGeneration):
 
 
 def _published_name(name: str) -> str:
-    for part in ("base_model.model.", ".base_layer", "modules_to_save.default.", "_checkpoint_wrapped_module."):
+    name = re.sub(r"modules_to_save\.[^.]+\.", "", name)
+    for part in ("base_model.model.", ".base_layer", "_checkpoint_wrapped_module."):
         name = name.replace(part, "")
     return name
 
@@ -390,7 +395,7 @@ def _joined(parts: Sequence[tuple[list[int], Rollout]], num_rows: int, *, settin
         name: torch.cat([getattr(rollout, name).cpu() for rollout in rollouts])[order]
         for name in ("window_ids", "commit_step", "block_offset")
     }
-    counts = {
+    counts: dict[str, Any] = {
         name: sum(getattr(rollout, name) for rollout in rollouts)
         for name in (
             *("num_forwards", "num_backbone_positions", "num_vocab_positions"),

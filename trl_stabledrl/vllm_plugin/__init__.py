@@ -1,5 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
+# vLLM has an environment of its own (make test-vllm):
+# pyright: reportMissingImports=false
 """
 SDAR for vLLM: block diffusion on its scheduler, paged cache and CUDA graphs, without a fork and without a kernel.
 

@@ -1,5 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
+# vLLM has an environment of its own (make test-vllm):
+# pyright: reportMissingImports=false
 """What an engine's configuration must be for block diffusion to be exact, filled in or refused at its start."""
 
 import math

@@ -1,5 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
+# vLLM has an environment of its own (make test-vllm):
+# pyright: reportMissingImports=false
 """vLLM's Qwen3 with the state of block diffusion. Published SDAR checkpoints have Qwen3's tensors."""
 
 from typing import Any

@@ -1,5 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
+# vLLM has an environment of its own (make test-vllm):
+# pyright: reportMissingImports=false
 """
 One denoising step of every running request. Nothing waits for the device. Axis letters: `M` requests that denoise, `L`
 tokens of a block, `V` tokens of the vocabulary, `N` positions of a tile.

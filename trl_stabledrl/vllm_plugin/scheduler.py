@@ -1,5 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
+# vLLM has an environment of its own (make test-vllm):
+# pyright: reportMissingImports=false
 """
 vLLM's schedulers with prompts that end anywhere.
 

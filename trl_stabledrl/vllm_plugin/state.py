@@ -1,5 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The trl_stabledrl authors
 # SPDX-License-Identifier: Apache-2.0
+# vLLM has an environment of its own (make test-vllm):
+# pyright: reportMissingImports=false
 """
 The blocks that the running requests denoise, and the attention they see. Axis letters: `R` slots for requests, `L`
 tokens of a block.

@@ -11,6 +11,9 @@ from vllm.config.diffusion import DiffusionConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 SCHEDULER = "trl_stabledrl.vllm_plugin.scheduler.BlockScheduler"
+SINGLE = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "enable_batch_sharded_sampling": False}
+"""Options that split a request's work in ways the state of a block is not split."""
+
 PAGE_UNIT = 16  # FlashAttention's pages are multiples of it
 
 
@@ -37,12 +40,13 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         attention = getattr(vllm_config, "attention_config", None)
         if attention is not None and attention.backend is None and hasattr(attention, "use_non_causal"):
             attention.use_non_causal = True  # else Blackwell's first choice is a backend without it
-        parallel = vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"pipeline_parallel_size={parallel.pipeline_parallel_size}: block diffusion is not tested with "
-                "pipeline stages. Use 1, and tensor_parallel_size for models that one GPU cannot hold."
-            )
+        for name, allowed in SINGLE.items():
+            value = getattr(vllm_config.parallel_config, name, allowed)
+            if value not in (None, allowed):
+                raise ValueError(
+                    f"{name}={value}: blocks are not decoded that way. Use {allowed}, and tensor_parallel_size for "
+                    "models that one GPU cannot hold."
+                )
 
 
 def _set_canvas(vllm_config: Any, block_length: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
@@ -42,7 +43,12 @@ class BlockSampler:
         self.sampling_states = base.sampling_states
         self.logprob_token_ids_state = base.logprob_token_ids_state
         self.req_states = base.req_states
-        self.scratch: tuple[Tensor, Tensor] | None = None
+        # made now, so that the memory profiler sees them
+        vocab_size = self.sampling_states.vocab_size
+        num = max(state.block_length, min(TILE_LOGITS // vocab_size, state.max_num_reqs * state.block_length))
+        num_groups, group_length = race_grid(vocab_size)
+        self.logits = torch.empty(num, vocab_size, dtype=torch.float32, device=state.device)
+        self.scratch = torch.empty(num, num_groups * group_length, dtype=torch.float32, device=state.device)
 
     def add_request(self, req_idx: int, *args: Any) -> None:
         """vLLM's hook; before vLLM 0.31 the prompt's length comes before the parameters."""
@@ -76,8 +82,8 @@ class BlockSampler:
                     f"A block was passed in part ({num_logits[busy].tolist()} of {block_length} positions). The "
                     "scheduler must be this plugin's, and max_model_len a multiple of the block length."
                 )
-            rows = torch.from_numpy(busy).to(state.device)
-            slots = torch.from_numpy(input_batch.idx_mapping_np[busy].astype(np.int64)).to(state.device)
+            rows = async_tensor_h2d(busy, device=state.device)
+            slots = async_tensor_h2d(input_batch.idx_mapping_np[busy].astype(np.int64), device=state.device)
             requests = [state.requests[slot] for slot in input_batch.idx_mapping_np[busy].tolist()]
             is_done = self._denoise(logits.view(len(busy), block_length, -1), slots, requests)
             sampled[rows] = (state.canvas[slots] * is_done[:, None]).to(sampled.dtype)
@@ -103,7 +109,7 @@ class BlockSampler:
         done = input_batch.num_computed_prefill_tokens_np[rows] + input_batch.num_scheduled_tokens[rows]
         rows = rows[done >= input_batch.prefill_len_np[rows]]
         if len(rows):
-            slots = torch.from_numpy(input_batch.idx_mapping_np[rows].astype(np.int64)).to(self.state.device)
+            slots = async_tensor_h2d(input_batch.idx_mapping_np[rows].astype(np.int64), device=self.state.device)
             drafts = self.req_states.draft_tokens
             drafts[slots, : self.state.block_length] = self.state.canvas[slots].to(drafts.dtype)
 
@@ -122,7 +128,7 @@ class BlockSampler:
                 tile = members[start : start + num]
                 # a slice is a view: rows of one setting, as in training, are not gathered first
                 is_run = tile[-1] - tile[0] + 1 == len(tile)
-                index: Any = slice(tile[0], tile[-1] + 1) if is_run else torch.tensor(tile, device=logits.device)
+                index: Any = slice(tile[0], tile[-1] + 1) if is_run else async_tensor_h2d(tile, device=logits.device)
                 num_decided = num_decided + self._denoise_tile(logits[index], slots[index], settings, ends)
         counts = self.state.counts
         counts["num_vocab_positions"] += len(requests) * self.state.block_length
@@ -141,9 +147,9 @@ class BlockSampler:
         noise = None
         if settings.temperature > 0 or settings.remasking == "random":
             noise = keyed_race_noise(vocab_size, seed.flatten(), position.flatten(), step.flatten())
-        copied, scratch = self._work_space(logits.flatten(0, 1))
+        num = shape[0] * shape[1]
         tokens, confidence = sample_tokens(
-            copied,
+            self.logits[:num].copy_(logits.flatten(0, 1)),
             mask_token_id=state.mask_token_id,
             banned_token_ids=end_token_ids if settings.suppress_eos == "sampling" else (),
             temperature=settings.temperature,
@@ -151,13 +157,15 @@ class BlockSampler:
             top_p=settings.top_p,
             remasking=settings.remasking,
             noise=noise,
-            scratch=scratch,
+            scratch=self.scratch[:num],
         )
         tokens, confidence = tokens.view(shape), confidence.view(shape)
         is_masked = state.is_masked[slots]
         is_late = None
         if settings.suppress_eos == "early_commit":
-            is_late = torch.isin(tokens, torch.tensor(end_token_ids, device=tokens.device))
+            is_late = torch.isin(
+                tokens, async_tensor_h2d(list(end_token_ids), device=tokens.device, dtype=torch.int64)
+            )
         is_decided = choose_commits(
             confidence,
             is_masked,
@@ -173,19 +181,6 @@ class BlockSampler:
         state.is_masked[slots] = is_masked & ~is_decided
         state.step[slots] += 1
         return is_decided.sum()
-
-    def _work_space(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """A float32 copy of the logits and as much again to work in, in memory that is kept."""
-        num, vocab_size = logits.shape
-        if self.scratch is None or len(self.scratch[0]) < num:
-            num_groups, group_length = race_grid(vocab_size)
-            self.scratch = (
-                torch.empty(num, vocab_size, dtype=torch.float32, device=logits.device),
-                torch.empty(num, num_groups * group_length, dtype=torch.float32, device=logits.device),
-            )
-        copy, space = self.scratch
-        copy[:num].copy_(logits)
-        return copy[:num], space[:num]
 
     def _logprobs(
         self, slots: Tensor, requests: list[BlockRequest], num_logits: np.ndarray, num_alternatives: int

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
@@ -77,7 +78,7 @@ class BlockState(ModelState):
         stop = num_prompt_tokens + len(tail) + params.max_tokens
         canvas = pinned + [self.mask_token_id] * (self.block_length - len(pinned))
         self.requests[req_index] = request
-        self.canvas[req_index] = torch.tensor(canvas, device=self.device)
+        self.canvas[req_index] = async_tensor_h2d(canvas, device=self.device, dtype=torch.int64)
         column = torch.arange(self.block_length, device=self.device)
         self.is_masked[req_index] = (column >= len(pinned)) & (column < stop - start)
         self.confidence[req_index] = 0.0
@@ -138,9 +139,9 @@ class BlockState(ModelState):
             first = (np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)) * self.block_length
             behind = np.maximum(widths[row] - first - self.block_length, 0).astype(np.int32)
             starts = np.append(starts[:-1][row] + first, num_tokens).astype(np.int32)
-            rows = torch.from_numpy(row).to(self.device)
-            seq_lens = seq_lens[rows] - torch.from_numpy(behind).to(self.device)
-            query_start = torch.from_numpy(starts).to(self.device)
+            rows = async_tensor_h2d(row, device=self.device)
+            seq_lens = seq_lens[rows] - async_tensor_h2d(behind, device=self.device)
+            query_start = async_tensor_h2d(starts, device=self.device)
             block_tables = tuple(table[rows].contiguous() for table in block_tables)
             num_rows, longest = len(row), self.block_length
         return build_attn_metadata(

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from trl_stabledrl.core.unmasking import num_to_commit, race_grid, race_noise, sample_tokens, select_commits
+from tests import naive
+from trl_stabledrl.core.unmasking import (
+    choose_commits,
+    keyed_race_noise,
+    num_to_commit,
+    race_grid,
+    race_noise,
+    sample_tokens,
+    select_commits,
+)
 
 MASK = 2
 
@@ -35,6 +44,37 @@ def test_sampled_frequencies_are_the_softmax_within_three_standard_errors(logits
     standard_error = (expected * (1 - expected) / num).sqrt()
     # with 50 tokens the largest of as many deviations is expected at 2.6 standard errors, so they get 4
     assert ((frequency - expected).abs() <= (3 if len(logits) < 10 else 4) * standard_error).all()
+
+
+@pytest.mark.parametrize("logits", [PEAKED, FLAT, WIDE], ids=["peaked", "flat", "wide"])
+def test_keyed_noise_has_the_law_of_a_generators(logits):
+    num = 100_000
+    rows, places = torch.arange(num) // 100, torch.arange(num) % 100  # keys that differ in a few bits
+    noise = keyed_race_noise(len(logits), rows, places, torch.zeros_like(rows))
+
+    tokens, _ = sample_tokens(torch.tensor(logits).expand(num, -1), mask_token_id=MASK, temperature=1.0, noise=noise)
+
+    expected = torch.tensor(softmax(logits), dtype=torch.float64)
+    frequency = tokens.bincount(minlength=len(logits)) / num
+    standard_error = (expected * (1 - expected) / num).sqrt()
+    assert ((frequency - expected).abs() <= (3 if len(logits) < 10 else 4) * standard_error).all()
+
+
+def test_keyed_noise_is_a_function_of_its_keys():
+    keys = torch.tensor([3, 3, 4]), torch.tensor([7, 8, 7]), torch.tensor([0, 0, 0])
+    noise = keyed_race_noise(30, *keys)
+    assert noise.shape == race_noise(3, 30, generator=torch.Generator()).shape
+    assert noise.dtype == torch.float64
+    assert noise.min() > 0
+    assert len(noise.unique()) == noise.numel()
+    assert torch.equal(keyed_race_noise(30, *(key[[2, 0]] for key in keys)), noise[[2, 0]])
+    assert keyed_race_noise(30, *(key[:0] for key in keys)).shape == (0, noise.shape[1])
+
+
+def test_keyed_noise_is_the_written_hash():
+    noise = keyed_race_noise(4, torch.tensor([113]), torch.tensor([5]), torch.tensor([1]))
+    bits = [naive.random_bits(0, 6, 113, 5, 1, lane) for lane in range(5)]
+    assert noise[0].tolist() == pytest.approx([-math.log1p(-(value >> 11) / 2**53) for value in bits], rel=1e-12)
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_sampled_at_their_rate(generator):
@@ -256,3 +296,30 @@ def test_the_threshold_adds_every_confident_masked_position_to_the_number_asked_
     chosen = select_commits(confidence, is_masked, torch.tensor([1, 1]), threshold=0.9)
 
     assert chosen.int().tolist() == [[1, 0, 1, 0], [1, 0, 0, 0]]
+
+
+CONFIDENCE = torch.tensor([[0.3, 0.9, 0.5, 0.8], [0.3, 0.9, 0.5, 0.8]])
+
+
+def test_rows_may_be_at_different_steps():
+    is_masked = torch.ones(2, 4, dtype=torch.bool)
+    chosen = choose_commits(CONFIDENCE, is_masked, num_steps_left=torch.tensor([4, 2]))
+    assert chosen.tolist() == [[False, True, False, False], [False, True, False, True]]
+    for row, steps in enumerate([4, 2]):
+        alone = choose_commits(CONFIDENCE[row : row + 1], is_masked[row : row + 1], num_steps_left=steps)
+        assert torch.equal(alone, chosen[row : row + 1])
+
+
+def test_a_threshold_commits_one_at_least():
+    is_masked = torch.tensor([[True] * 4, [True, False, True, False]])
+    chosen = choose_commits(CONFIDENCE, is_masked, num_steps_left=1, threshold=0.7)
+    assert chosen.tolist() == [[False, True, False, True], [False, False, True, False]]
+
+
+@pytest.mark.parametrize("threshold", [None, 0.7])
+def test_late_positions_wait_for_all_others(threshold):
+    is_late = torch.tensor([[False, True, False, True], [True] * 4])
+    is_masked = torch.ones(2, 4, dtype=torch.bool)
+    chosen = choose_commits(CONFIDENCE, is_masked, num_steps_left=4, threshold=threshold, is_late=is_late)
+    assert chosen.tolist() == [[False, False, True, False], [True, False, False, False]]
+    assert torch.equal(CONFIDENCE, torch.tensor([[0.3, 0.9, 0.5, 0.8]] * 2))  # not changed in place

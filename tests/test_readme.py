@@ -26,6 +26,7 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 README, METHOD = TEXTS["README.md"], TEXTS["docs/method.md"]
 FOLDERS = "trl_stabledrl|recipes|tests|scripts|docs"
 GSM8K_ROW = {"question": "What is 6 times 7?", "answer": "6*7=42 #### 42"}
+MATH_ROW = {"problem": "What is $6*7$?", "solution": r"\boxed{42}", "level": "Level 1", "type": "Algebra"}
 # what the host libraries log, by the first part of the name
 HOST_METRICS = {
     *("completions", "epoch", "frac_reward_zero_std", "grad_norm", "learning_rate", "loss", "num_tokens", "reward"),
@@ -75,7 +76,7 @@ def user_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        "trl_stabledrl.data._load.load_dataset", lambda *_, **__: datasets.Dataset.from_list([GSM8K_ROW] * 256)
+        "trl_stabledrl.data._load.load_dataset", lambda *_, **__: datasets.Dataset.from_list([GSM8K_ROW | MATH_ROW] * 256)
     )
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "my_rewards.py").write_text("def fn(completions, **kwargs):\n    return [1.0] * len(completions)\n")
@@ -187,6 +188,10 @@ def test_commands_run_up_to_the_weights(command, user_folder, model_folder, monk
     words = shlex.split(command)
     if "outputs/llada_8b_gsm8k" in words:
         words[words.index("outputs/llada_8b_gsm8k")] = model_folder
+    if any(word.startswith("sdar_") for word in words):
+        model_folder = str(published_sdar_folder(user_folder / "sdar"))
+        tiny_tokenizer(chat_template=True).save_pretrained(model_folder)
+    monkeypatch.setattr("trl_stabledrl.checks.installed_vllm", lambda: "0.31.0")  # no dependency of the tests
     tiny = ["--model_name_or_path", model_folder, "--use_cpu", "--dry_run"]
     if "llada_8b_gsm8k_qlora" in words:  # bitsandbytes is no dependency of the tests
         tiny += ["--load_in_4bit", "false"]
@@ -215,8 +220,7 @@ def test_commands_run_up_to_the_weights(command, user_folder, model_folder, monk
             monkeypatch.setattr(quickstart, "run_quickstart", lambda config: None)
             status = quickstart.run(words[2:])
         case ["trl-stabledrl", "env"]:
-            folder = published_sdar_folder(user_folder / "sdar") if "sdar_8b_math" in words else model_folder
-            status = import_module("trl_stabledrl.cli.env").run([*words[2:], "--model_name_or_path", str(folder)])
+            status = import_module("trl_stabledrl.cli.env").run([*words[2:], "--model_name_or_path", model_folder])
         case ["trl-stabledrl", "lab"]:
             from trl_stabledrl.cli.lab import make_parser
 

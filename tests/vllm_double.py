@@ -23,6 +23,11 @@ from trl_stabledrl.samplers import SamplingSettings, sample
 COUNTS = ("num_forwards", "num_backbone_positions", "num_vocab_positions", "num_row_steps", "num_decoded")
 
 
+def _whole() -> Any:
+    """The stand-in's weights are its own, and not sharded where the trained ones are."""
+    return patch("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref", None)
+
+
 class LLMDouble:
     """What the engine uses of `vllm.LLM`. `calls` lists what it was asked for; `fault` is raised in a rollout."""
 
@@ -34,7 +39,8 @@ class LLMDouble:
         self.fault: Exception | None = None
         self.loaded: dict[str, torch.Tensor] = {}
         self.is_awake = {"weights": True, "kv_cache": True}
-        self.model = AutoModelForCausalLM.from_pretrained(model).eval()
+        with _whole():
+            self.model = AutoModelForCausalLM.from_pretrained(model).eval()
         context = max_model_len or self.model.config.max_position_embeddings
         runner = SimpleNamespace(model=self, model_state=self)
         self.llm_engine = SimpleNamespace(
@@ -86,17 +92,18 @@ class LLMDouble:
             top_p=first.top_p,
         )
         ids, is_prompt = left_padded([prompt["prompt_token_ids"] for prompt in prompts], pad_token_id=0)
-        rollout = sample(
-            self.model,
-            ids,
-            is_prompt,
-            mask_token_id=self.model.config.mask_token_id,
-            end_token_ids=first.stop_token_ids,
-            settings=settings,
-            row_seeds=[one.extra_args["seed"] for one in params],
-            attention="block",
-            record_confidence=True,
-        )
+        with _whole():
+            rollout = sample(
+                self.model,
+                ids,
+                is_prompt,
+                mask_token_id=self.model.config.mask_token_id,
+                end_token_ids=first.stop_token_ids,
+                settings=settings,
+                row_seeds=[one.extra_args["seed"] for one in params],
+                attention="block",
+                record_confidence=True,
+            )
         self.counts = {name: getattr(rollout, name) for name in COUNTS}
         assert rollout.confidence is not None
         outputs = []
@@ -119,10 +126,14 @@ def vllm_double() -> Iterator[list[LLMDouble]]:
     module.SamplingParams = SimpleNamespace
     LLMDouble.made = []
     with (
-        patch.dict(sys.modules, {"vllm": module}),
         patch.object(vllm_generation, "LLM", LLMDouble, create=True),
         patch.object(vllm_generation, "is_vllm_available", return_value=True),
         patch.object(engine, "register"),
         patch("trl_stabledrl.checks.installed_vllm", return_value="0.31.0"),
     ):
-        yield LLMDouble.made
+        assert "vllm" not in sys.modules
+        sys.modules["vllm"] = module
+        try:
+            yield LLMDouble.made
+        finally:
+            del sys.modules["vllm"]  # alone: patch.dict would take out whatever else was imported meanwhile

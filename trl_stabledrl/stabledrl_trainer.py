@@ -234,7 +234,22 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
         disable_attention_dropout(self.model)
         match_reference(self.model)
         self.num_trainings = 0  # calls of `train`, each of which may begin with other weights
-        self.rollout_engine = self._make_rollout_engine()
+        self.rollout_engine: RolloutEngine = TransformersEngine(
+            self._sampling_model,
+            attention=self.family.attention,
+            mask_token_id=facts.mask_token_id,
+            end_token_ids=self.end_token_ids,
+            settings=self.sampling_settings,
+            device=self.accelerator.device,
+            any_rank=self._any_rank if self.accelerator.num_processes > 1 else None,
+        )
+        if args.rollout_backend == "vllm":
+            # imported here: it imports vLLM, where that is installed, which takes ten seconds
+            from .engines.vllm import vllm_engine
+
+            self.rollout_engine = vllm_engine(
+                self.model, self.accelerator, facts.tokenizer, reference=self.rollout_engine, args=args
+            )
         self.eos_token_ids = list(self.end_token_ids)  # TRL's metrics of truncation read them
         self.add_callback(OptimizerTimer(self.clock))
         if args.stability_guard != "off":
@@ -311,39 +326,6 @@ class StableDRLTrainer(CheckpointedTrainer, GRPOTrainer):  # pyright: ignore[rep
             dense_attention(model),
         ):
             yield model
-
-    def _make_rollout_engine(self) -> RolloutEngine:
-        args = self.args
-        engine = TransformersEngine(
-            self._sampling_model,
-            attention=self.family.attention,
-            mask_token_id=self.likelihood_settings.mask_token_id,
-            end_token_ids=self.end_token_ids,
-            settings=self.sampling_settings,
-            device=self.accelerator.device,
-            any_rank=self._any_rank if self.accelerator.num_processes > 1 else None,
-        )
-        if args.rollout_backend == "transformers":
-            return engine
-        # imported here: it imports vLLM, where that is installed, which takes ten seconds
-        from .engines.vllm import VLLMEngine
-
-        assert isinstance(self.processing_class, PreTrainedTokenizerBase)
-        assert args.steps_per_generation is not None  # GRPOConfig.__post_init__ sets it
-        num_seqs = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
-        return VLLMEngine(
-            self.model,
-            self.accelerator,
-            self.processing_class,
-            reference=engine,
-            self_check=args.rollout_self_check,
-            engine_kwargs=args.engine_kwargs(),
-            tensor_parallel_size=args.vllm_tensor_parallel_size,
-            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            max_model_length=args.vllm_max_model_length,
-            max_num_seqs=num_seqs,
-            enable_sleep_mode=args.vllm_enable_sleep_mode,
-        )
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs

@@ -256,7 +256,7 @@ def _plan(args: Any, train: Any, held_out: Any, rewards: Sequence[RewardFunc]) -
         (
             "rollout",
             f"{rollout_rows} rows every {counted(num_updates, 'update')}; {args.max_completion_length} tokens in "
-            f"{counted(num_blocks, 'block')} of {args.block_length}, {per_step}",
+            f"{counted(num_blocks, 'block')} of {args.block_length}, {per_step}; decoded by {_engine(args)}",
         ),
         (
             "likelihood",
@@ -315,6 +315,17 @@ def _clip(args: StableDRLConfig) -> str:
     if args.clip_mode == "upper":
         return f"ratios capped at {args.ratio_cap:g}"
     return f"ratios in [{max(0.0, 1 - args.epsilon):g}, {1 + args.epsilon:g}]"
+
+
+def _engine(args: StableDRLConfig) -> str:
+    if args.rollout_backend == "transformers":
+        return "transformers"
+    shards = args.vllm_tensor_parallel_size
+    return (
+        "vLLM"
+        + (f", {shards} processes to a copy" if shards > 1 else "")
+        + (", asleep in between" if args.vllm_enable_sleep_mode else "")
+    )
 
 
 def _num_rows(rows: Any) -> str:

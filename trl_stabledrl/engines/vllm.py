@@ -116,6 +116,20 @@ class VLLMEngine(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, Any]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """
+        Name and value of each parameter, one at a time. Where the engine fails on one of them, the rest is gathered all
+        the same: the other processes wait for it.
+        """
+        parameters = self._whole_params()
+        try:
+            for pair in parameters:  # `yield from` would close it
+                yield pair
+        except GeneratorExit:
+            for _ in parameters:
+                pass
+            raise
+
+    def _whole_params(self) -> Iterator[tuple[str, Any]]:
+        """
         TRL's, but for LoRA: one layer is merged at a time, and its base weight put back as it was. Subtracting the
         adapter again, as PEFT does, would leave rounding errors in the weights that are trained.
         """
@@ -134,14 +148,12 @@ class VLLMEngine(VLLMGeneration):
                 base = layer.get_base_layer()
                 kept = {name: parameter.data.clone() for name, parameter in base.named_parameters()}
                 layer.merge()
-                try:
-                    for name in kept:
-                        merged.add(f"{layer_name}.base_layer.{name}")
-                        yield _published_name(f"{layer_name}.{name}"), base.get_parameter(name).data
-                finally:  # also where the engine fails on one of them
-                    layer.unmerge()
-                    for name, value in kept.items():
-                        base.get_parameter(name).data.copy_(value)
+                for name in kept:
+                    merged.add(f"{layer_name}.base_layer.{name}")
+                    yield _published_name(f"{layer_name}.{name}"), base.get_parameter(name).data
+                layer.unmerge()
+                for name, value in kept.items():
+                    base.get_parameter(name).data.copy_(value)
         for name, parameter in model.named_parameters():
             # of a module that is trained whole, the copy that is in use
             is_other_copy = "modules_to_save." in name and f"modules_to_save.{model.active_adapter}." not in name
@@ -188,9 +200,8 @@ class VLLMEngine(VLLMGeneration):
         parts.append((rows, self._together(lambda: self._decode(longs, seeds, self.settings, progress))))
         if self._any_rank(any(is_short)):
             rows = [row for row, short in enumerate(is_short) if short]
-            rollout = self.reference.generate(
-                [prompt_ids[row] for row in rows], row_seeds=[row_seeds[r] for r in rows]
-            )
+            shorts, seeds = [prompt_ids[row] for row in rows], [row_seeds[row] for row in rows]
+            rollout = self._together(lambda: self.reference.generate(shorts, row_seeds=seeds))
             parts.append((rows, rollout))
         return _joined(parts, len(prompt_ids), settings=self.settings)
 
@@ -336,7 +347,9 @@ class VLLMEngine(VLLMGeneration):
             max_completion_length=min(self.settings.max_completion_length, NUM_CHECKED_BLOCKS * self.block_length),
         )
         seeds = [0] * len(prompts)
-        expected = self.reference.generate(prompts, row_seeds=seeds, settings=settings, record_confidence=True)
+        expected = self._together(
+            lambda: self.reference.generate(prompts, row_seeds=seeds, settings=settings, record_confidence=True)
+        )
 
         def compare() -> None:
             found = self._decode(prompts, seeds, settings)
@@ -372,6 +385,45 @@ class VLLMEngine(VLLMGeneration):
         if has_failed:
             raise RuntimeError("The rollout failed on another process, whose message says why.")
         return result
+
+
+def vllm_engine(
+    model: Any,
+    accelerator: Accelerator,
+    processing_class: PreTrainedTokenizerBase,
+    *,
+    reference: TransformersEngine,
+    args: Any,
+) -> VLLMEngine:
+    """
+    Make the engine that a configuration asks for.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model that is trained.
+        accelerator ([`~accelerate.Accelerator`]):
+            Of the trainer.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer.
+        reference ([`TransformersEngine`]):
+            Decodes what vLLM cannot.
+        args ([`StableDRLConfig`]):
+            Resolved configuration.
+    """
+    return VLLMEngine(
+        model,
+        accelerator,
+        processing_class,
+        reference=reference,
+        self_check=args.rollout_self_check,
+        engine_kwargs=args.engine_kwargs(),
+        tensor_parallel_size=args.vllm_tensor_parallel_size,
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        max_model_length=args.vllm_max_model_length,
+        # as in TRL: a generation at once
+        max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+        enable_sleep_mode=args.vllm_enable_sleep_mode,
+    )
 
 
 def _published_name(name: str) -> str:

@@ -5,6 +5,7 @@ A stand-in for `vllm.LLM` where vLLM is not installed: it has weights of its own
 with the package's sampler. What vLLM itself does is tested in `tests/vllm_engine`.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,6 +127,7 @@ def vllm_double() -> Iterator[list[LLMDouble]]:
     module.SamplingParams = SimpleNamespace
     LLMDouble.made = []
     with (
+        patch.dict(os.environ),  # where TRL names the rank, for vLLM's sake
         patch.object(vllm_generation, "LLM", LLMDouble, create=True),
         patch.object(vllm_generation, "is_vllm_available", return_value=True),
         patch.object(engine, "register"),

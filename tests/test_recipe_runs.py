@@ -3,11 +3,14 @@
 """
 Every recipe that ships, cut to a tiny model, two steps and short completions; all else is the recipe's own.
 
-Without quantisation, since bitsandbytes is no dependency of the tests.
+Without quantisation, since bitsandbytes is no dependency of the tests, and with a stand-in for vLLM.
 """
 
 import json
+import os
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import datasets
 import pytest
@@ -19,6 +22,7 @@ import trl_stabledrl
 from tests.model_tools import CASES, weights_on_disk
 from tests.test_recipes import ROWS
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.vllm_double import vllm_double
 from trl_stabledrl.cli.main import main
 from trl_stabledrl.data import TASKS
 
@@ -84,6 +88,8 @@ def cut(path: Path, model: Path) -> str:
         recipe["reward_weights"] = [*recipe["reward_weights"], 1.0]
     if "block_length" in recipe:
         recipe["block_length"] = 4
+    if "vllm_max_model_length" in recipe:
+        recipe["vllm_max_model_length"] = 512  # the tiny model's positions
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe | CUT | {"model_name_or_path": str(model)}))
     return "recipe.yaml"
 
@@ -93,10 +99,18 @@ def test_recipe_trains_saves_and_reloads(path, folders):
     recipe = yaml.safe_load(path.read_text())
     case = CASES[path.stem.partition("_")[0]]
     model = folders[case.name]
-    changed = {*CUT, "model_name_or_path", "block_length", "reward_funcs", "reward_weights"}
+    changed = {*CUT, "model_name_or_path", "block_length", "reward_funcs", "reward_weights", "vllm_max_model_length"}
+    uses_vllm = recipe.get("rollout_backend") == "vllm"
 
-    assert main(["train", "--config", cut(path, model)]) == 0
+    # TRL tells vLLM the rank by the environment, where the next trainer would find it
+    with patch.dict(os.environ), vllm_double() if uses_vllm else nullcontext([]) as engines:
+        assert main(["train", "--config", cut(path, model)]) == 0
 
+    assert len(engines) == uses_vllm
+    for engine in engines:
+        calls = [call.split()[0] for call in engine.calls]
+        assert calls.count("generate") >= 3  # self-check, two updates
+        assert calls[-1] == "sleep"
     out = Path(recipe["output_dir"])
     state = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["global_step"] == 2

@@ -41,6 +41,7 @@ LLADA = [path for path in TRAINING if path.stem.startswith("llada") and path not
 LLADA_ADAPTING = [path for path in ADAPTING if path.stem.startswith("llada")]
 RELEASED = [path for path in LLADA if path.stem.endswith("_released")]
 SDAR = [path for path in TRAINING if path.stem.startswith("sdar")]
+VLLM = [path for path in SDAR if path.stem.endswith("_vllm")]
 LAUNCHING = sorted(trl_stabledrl.recipes_folder().glob("accelerate/*.yaml"))
 # one row of each public dataset's shape, where the Hub would be asked
 ROWS = {
@@ -70,7 +71,8 @@ def test_recipes_are_the_ones_this_file_knows():
     assert [path.stem for path in LLADA] == names
     assert [path.stem for path in LLADA_ADAPTING] == ["llada_8b_gsm8k_lora", "llada_8b_gsm8k_qlora"]
     names = ["1_7b_math", "1_7b_math_dynamic", "8b_math", "8b_math_dynamic", "8b_math_lora", "8b_math_qlora"]
-    assert [path.stem for path in SDAR] == [f"sdar_{name}" for name in names]
+    names += [f"8b_math{kind}_vllm" for kind in ("", "_dynamic", "_lora")]
+    assert {path.stem for path in SDAR} == {f"sdar_{name}" for name in names}
     assert [path.stem for path in PEER] == [f"llada_8b_gsm8k_{name}" for name in PEERS]
     assert len(LLADA) + len(LLADA_ADAPTING) + len(PEER) + len(SDAR) == len(TRAINING)
     names = ["cpu", "ddp", "fsdp2", "multi_node", "single_gpu", "zero2", "zero3", "zero3_offload"]
@@ -106,10 +108,12 @@ def test_block_diffusion_recipe_dry_runs_on_a_tiny_model(path, no_hub, tmp_path,
     assert main(["train", "--config", str(path), *flags]) == 0
 
     shown = " ".join(capsys.readouterr().out.split())
-    rows = 128 if path.stem.endswith("_lora") else 64
+    kind = path.stem.removesuffix("_vllm")
+    rows = 128 if kind.endswith("_lora") else 64
     assert f"update {rows} rows = {rows // 16} prompts x 16 completions" in shown
     assert "2048 tokens in 513 blocks of 4" in shown
-    assert ("all tokens above 0.9 in each step" in shown) == path.stem.endswith("dynamic")
+    assert ("all tokens above 0.9 in each step" in shown) == kind.endswith("dynamic")
+    assert f"decoded by {'vLLM, asleep in between' if path in VLLM else 'transformers'}" in shown
     assert "staircase, 4 cyclic draws, old policy under the same masks" in shown
     assert [entry.name for entry in tmp_path.iterdir()] == ["sdar"]
 
@@ -118,7 +122,8 @@ def test_block_diffusion_recipe_dry_runs_on_a_tiny_model(path, no_hub, tmp_path,
 def test_block_diffusion_recipe_has_the_chosen_settings(path):
     recipe = yaml.safe_load(path.read_text())
 
-    is_lora = path.stem.endswith("lora")
+    kind = path.stem.removesuffix("_vllm")
+    is_lora = kind.endswith("lora")
     expected = {
         "model_name_or_path": f"JetLM/SDAR-{'1.7B' if '1_7b' in path.stem else '8B'}-Chat",
         "learning_rate": 1e-5 if is_lora else 1e-6,
@@ -134,7 +139,7 @@ def test_block_diffusion_recipe_has_the_chosen_settings(path):
         "output_dir": f"outputs/{path.stem}",
     }
     assert expected.items() <= recipe.items()
-    assert ("confidence_threshold" in recipe) == path.stem.endswith("dynamic")
+    assert ("confidence_threshold" in recipe) == kind.endswith("dynamic")
     assert ("use_peft" in recipe) == is_lora
     num_processes = 1 if is_lora else 8
     num_rows = num_processes * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
@@ -143,6 +148,24 @@ def test_block_diffusion_recipe_has_the_chosen_settings(path):
     launch = "single_gpu" if is_lora else "zero3"
     assert f"trl-stabledrl train --config {path.stem} --accelerate_config {launch}" in header
     assert "AIME24 16.7" in header
+
+
+@pytest.mark.parametrize("path", VLLM, ids=lambda path: path.stem)
+def test_recipe_with_vllm_names_the_engine_and_changes_nothing_else(path):
+    recipe, plain = (
+        yaml.safe_load(path.with_stem(name).read_text()) for name in (path.stem, path.stem.removesuffix("_vllm"))
+    )
+
+    differing = {name for name in recipe.keys() | plain.keys() if recipe.get(name) != plain.get(name)}
+    engine = {
+        "rollout_backend",
+        "vllm_enable_sleep_mode",
+        "vllm_gpu_memory_utilization",
+        "vllm_max_model_length",
+    }
+    assert differing == engine | {"output_dir"}
+    assert recipe["rollout_backend"] == "vllm"
+    assert "extra `vllm`" in path.read_text() or "extras `peft` and `vllm`" in path.read_text()
 
 
 @pytest.mark.parametrize("path", ADAPTING, ids=lambda path: path.stem)

@@ -188,7 +188,7 @@ def check_vllm_rollouts(model: Any, config: Any, args: Any, *, has_adapter: bool
     check_vllm()
     if not (model if isinstance(model, str) else config.name_or_path):
         raise ValueError(
-            "rollout_backend='vllm' reads configuration and tokenizer from the path that the model came from; this "
+            "rollout_backend='vllm' reads the configuration from the path that the model came from; this "
             "model was built in memory and has none. Save it and pass the folder as model=, or set "
             "rollout_backend='transformers'."
         )

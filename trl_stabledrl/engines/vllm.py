@@ -14,12 +14,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..checks import check_vllm
+from ..checks import check_vllm, revision_of
 from ..samplers import Rollout, SamplingSettings, validate_trajectory
 from ..samplers.common import broken_rows_error
 from ..vllm_plugin import register
@@ -43,7 +44,7 @@ class VLLMEngine(VLLMGeneration):
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model that is trained. Its `name_or_path` is where vLLM reads configuration and tokenizer from.
+            The model that is trained. Its `name_or_path` is where vLLM reads the configuration from.
         accelerator ([`~accelerate.Accelerator`]):
             Of the trainer.
         processing_class ([`~transformers.PreTrainedTokenizerBase`]):
@@ -98,7 +99,8 @@ class VLLMEngine(VLLMGeneration):
         def make(**arguments: Any) -> Any:
             # whole blocks in each chunk of a prompt
             arguments["max_num_batched_tokens"] -= arguments["max_num_batched_tokens"] % self.block_length
-            return llm_class(**arguments | {"dtype": self._dtype()} | self.engine_kwargs)
+            # token ids go in and come out
+            return llm_class(**arguments | {"dtype": self._dtype(), "skip_tokenizer_init": True} | self.engine_kwargs)
 
         # TRL has no argument for further options of the engine
         with patch.object(vllm_generation, "LLM", make):
@@ -116,12 +118,12 @@ class VLLMEngine(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, Any]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """
-        Name and value of each parameter, one at a time. Where the engine fails on one of them, the rest is gathered all
-        the same: the other processes wait for it.
+        Name and value of each parameter, one at a time. Where the engine fails on one of them, the rest is gathered
+        all the same: the other processes wait for it.
         """
         parameters = self._whole_params()
         try:
-            for pair in parameters:  # `yield from` would close it
+            for pair in parameters:  # noqa: UP028  # `yield from` would close them
                 yield pair
         except GeneratorExit:
             for _ in parameters:
@@ -135,6 +137,9 @@ class VLLMEngine(VLLMGeneration):
         """
         model: Any = self.model
         if not is_peft_model(model):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # sampling leaves the last of FSDP2's groups whole: no backward pass follows
             yield from super()._iter_named_params()
             return
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -410,13 +415,14 @@ def vllm_engine(
         args ([`StableDRLConfig`]):
             Resolved configuration.
     """
+    revision = revision_of(args.model_init_kwargs)
     return VLLMEngine(
         model,
         accelerator,
         processing_class,
         reference=reference,
         self_check=args.rollout_self_check,
-        engine_kwargs=args.engine_kwargs(),
+        engine_kwargs=({} if revision is None else {"revision": revision}) | args.engine_kwargs(),
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         gpu_memory_utilization=args.vllm_gpu_memory_utilization,
         max_model_length=args.vllm_max_model_length,

@@ -14,16 +14,16 @@ from zlib import crc32
 
 from ..samplers import SamplingSettings, check_decoding
 
-OPTIONS = (
-    "num_denoising_steps",
-    "temperature",
-    "remasking",
-    "confidence_threshold",
-    "suppress_eos",
-)
-"""Fields of [`~samplers.SamplingSettings`] that travel in `extra_args`, beside `seed`."""
+OPTIONS: dict[str, tuple[type, ...]] = {
+    "num_denoising_steps": (int,),
+    "temperature": (int, float),
+    "remasking": (str,),
+    "confidence_threshold": (int, float),
+    "suppress_eos": (str,),
+}
+"""Fields of [`~samplers.SamplingSettings`] that travel in `extra_args`, beside `seed`, and what they can be."""
 
-VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode")
+VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id")
 """Keys of `extra_args` that are vLLM's own."""
 
 TAIL = "trl_stabledrl_tail"
@@ -112,8 +112,18 @@ def parse_request(params: Any, *, block_length: int, request_id: str) -> BlockRe
                 f"by extra_args: {', '.join(OPTIONS)}."
             )
     seed = extra.pop("seed", None)
-    if seed is not None and not isinstance(seed, int):
-        raise ValueError(f"seed={seed!r} must be an integer.")
+    if seed is not None and not (_is_one_of(seed, (int,)) and -(1 << 63) <= seed < 1 << 63):
+        raise ValueError(f"seed={seed!r} must be an integer of 64 bits.")
+    # a client's: what is of a wrong type, or longer than 64 bits, would end the engine where it is used
+    for name, value in extra.items():
+        if value is not None and not _is_one_of(value, OPTIONS[name]):
+            allowed = {int: "an integer", float: "a number", str: "a string"}[OPTIONS[name][-1]]
+            raise ValueError(f"{name}={value!r} must be {allowed}.")
+        if name == "num_denoising_steps" and value is not None:
+            extra[name] = min(value, block_length)  # no block takes more
+        elif value is not None and float in OPTIONS[name]:
+            extra[name] = float(value)
+    extra = {name: value for name, value in extra.items() if value is not None}
     settings = SamplingSettings(
         **{"num_denoising_steps": block_length, "temperature": 1.0} | extra,
         block_length=block_length,
@@ -127,3 +137,7 @@ def parse_request(params: Any, *, block_length: int, request_id: str) -> BlockRe
         ends.add(params.eos_token_id)
     # the same on every rank, and another for each completion of a prompt
     return BlockRequest(settings, crc32(request_id.encode()) if seed is None else seed, tuple(sorted(ends)))
+
+
+def _is_one_of(value: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)

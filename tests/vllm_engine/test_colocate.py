@@ -72,7 +72,11 @@ def trainer_of(folder: str, tmp_path: Path) -> Callable[..., StableDRLTrainer]:
     return make
 
 
-VLLM = {"use_vllm": True, "vllm_max_model_length": 64, "vllm_engine_kwargs": {"enforce_eager": True}}
+VLLM = {
+    "use_vllm": True,
+    "vllm_max_model_length": 64,
+    "vllm_engine_kwargs": {"enforce_eager": True, "num_gpu_blocks_override": 512},
+}
 
 
 @pytest.fixture

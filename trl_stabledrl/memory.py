@@ -200,6 +200,28 @@ class Sharding:
 
 
 @dataclass(frozen=True)
+class EngineShare:
+    """
+    What vLLM is given of a device on which a run trains too.
+
+    Attributes:
+        num_bytes (`int`):
+            What it may take: weights, cache, work space and graphs.
+        num_shards (`int`, defaults to `1`):
+            Processes that share one copy of the weights.
+        sleeps (`bool`, defaults to `False`):
+            Whether it gives the memory back between rollouts.
+        is_compared (`bool`, defaults to `True`):
+            Whether the trained model decodes beside it once, to be compared.
+    """
+
+    num_bytes: int
+    num_shards: int = 1
+    sleeps: bool = False
+    is_compared: bool = True
+
+
+@dataclass(frozen=True)
 class Workload:
     """
     What a process computes at once, and in which precision.
@@ -249,6 +271,8 @@ class Workload:
             Whether the run stays on the CPU, where some kernels make more copies.
         may_split_rollouts (`bool`, defaults to `True`):
             Whether an optimizer step may have several rollouts: with one inner iteration.
+        vllm ([`EngineShare`], *optional*):
+            Where vLLM decodes: its share. Else the trained model decodes.
     """
 
     num_rows: int
@@ -273,6 +297,7 @@ class Workload:
     quantized_bits: int = 0
     on_cpu: bool = False
     may_split_rollouts: bool = True
+    vllm: EngineShare | None = None
 
     @property
     def num_clean(self) -> int:
@@ -320,6 +345,29 @@ class Term:
 
 
 @dataclass(frozen=True)
+class EngineMemory:
+    """
+    What is in vLLM's share of a device.
+
+    Attributes:
+        num_bytes (`int`):
+            The share.
+        weight_bytes (`int`):
+            Its copy of the model's weights, or its part of one.
+        token_bytes (`int`):
+            Keys and values of a token.
+    """
+
+    num_bytes: int
+    weight_bytes: int
+    token_bytes: int
+
+    def num_sequences(self, length: int) -> int:
+        """How many sequences of a length the cache holds at most: work space and graphs are in the share too."""
+        return max(0, self.num_bytes - self.weight_bytes) // (length * self.token_bytes)
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """
     The memory of one process.
@@ -329,10 +377,13 @@ class MemoryPlan:
             On the device.
         host_bytes (`int`):
             What offloading puts into the host's memory.
+        engine ([`EngineMemory`], *optional*):
+            What is in vLLM's share, where it decodes.
     """
 
     terms: tuple[Term, ...]
     host_bytes: int = 0
+    engine: EngineMemory | None = None
 
     def total(self, phase: Phase) -> int:
         """Bytes alive together in a phase."""
@@ -372,7 +423,8 @@ def memory_plan(shape: ModelShape, work: Workload, sharding: Sharding) -> Memory
     """
     states, host_bytes = _states(shape, work, sharding)
     terms = [*states, *_gathered(shape, work, sharding), *_passes(shape, work, sharding), *_rollout(shape, work)]
-    return MemoryPlan(tuple(term for term in terms if any(term.num_bytes.values())), host_bytes)
+    kept = tuple(term for term in terms if any(term.num_bytes.values()))
+    return MemoryPlan(kept, host_bytes, None if work.vllm is None else _engine(shape, work, work.vllm))
 
 
 def _everywhere(num_bytes: int) -> dict[Phase, int]:
@@ -489,7 +541,7 @@ def _gathered(shape: ModelShape, work: Workload, sharding: Sharding) -> list[Ter
         return [
             Term(
                 "gathered weights",
-                {"rollout": in_rollout, "scoring": live, "backward": live},
+                {"rollout": _beside_engine(shape, work, in_rollout), "scoring": live, "backward": live},
                 "ds3_gather_for_generation: false (slower rollouts)"
                 if work.gathers_for_generation
                 else "stage3_max_live_parameters in a DeepSpeed file",
@@ -497,13 +549,13 @@ def _gathered(shape: ModelShape, work: Workload, sharding: Sharding) -> list[Ter
         ]
     if sharding.backend == "fsdp2":  # this layer and the next one; embedding and head stay
         live = min(model, 2 * shape.num_layer_parameters + shape.head_size) * e
-        return [Term("gathered weights", dict.fromkeys(FORWARDS, live), "a model with smaller layers")]
+        phases: dict[Phase, int] = {"rollout": _beside_engine(shape, work, live), "scoring": live, "backward": live}
+        return [Term("gathered weights", phases, "a model with smaller layers")]
     terms = []
     if e < work.parameter_bytes and not sharding.is_zero:
         copies = (shape.num_layers * shape.num_layer_parameters + shape.head_size) * e
-        terms.append(
-            Term("copies of the weights in half precision", dict.fromkeys(FORWARDS, copies), "dtype: bfloat16")
-        )
+        phases = {"rollout": _beside_engine(shape, work, copies), "scoring": copies, "backward": copies}
+        terms.append(Term("copies of the weights in half precision", phases, "dtype: bfloat16"))
     if work.quantized_bits:
         largest = max(shape.intermediate_size, shape.query_size) * shape.hidden_size
         terms.append(Term("a dequantised matrix", dict.fromkeys(FORWARDS, largest * e), "dtype: bfloat16"))
@@ -667,7 +719,12 @@ def _tile_bytes(shape: ModelShape, work: Workload, *, has_graph: bool) -> int:
 
 
 def _rollout(shape: ModelShape, work: Workload) -> list[Term]:
-    """The passes that decode, their cache, and sampling."""
+    """The passes that decode, their cache, and sampling; or vLLM, which has all of it in its share."""
+    if work.vllm is not None:
+        remedy = "a lower vllm_gpu_memory_utilization"
+        if work.vllm.sleeps:
+            return [Term("vLLM", {"rollout": work.vllm.num_bytes}, remedy)]
+        return [Term("vLLM", _everywhere(work.vllm.num_bytes), f"vllm_enable_sleep_mode: true, or {remedy}")]
     e, rows = work.compute_bytes, work.num_rollout_rows
     decoding = work if work.attention != "flex_attention" else _with_dense_attention(work)
     num_masked = rows * work.block_length
@@ -709,6 +766,31 @@ def _rollout(shape: ModelShape, work: Workload) -> list[Term]:
     ]
 
 
+def _engine(shape: ModelShape, work: Workload, share: EngineShare) -> EngineMemory:
+    num_kv_heads = max(1, shape.num_kv_heads // share.num_shards)
+    return EngineMemory(
+        share.num_bytes,
+        shape.num_parameters * work.compute_bytes // share.num_shards,
+        2 * num_kv_heads * shape.head_dim * work.compute_bytes * shape.num_layers,
+    )
+
+
+def _beside_engine(shape: ModelShape, work: Workload, gathered: int) -> int:
+    """
+    What a rollout has of the weights that a pass of the trained model would gather.
+
+    vLLM is given them tensor by tensor, and compared with that model once. A cache that sleeps is not there yet: what
+    fits in its place is not counted again.
+    """
+    if work.vllm is None or gathered == 0:
+        return gathered
+    handed_over = shape.largest_parameter * work.compute_bytes
+    found = max(handed_over, gathered) if work.vllm.is_compared else handed_over
+    if not work.vllm.sleeps:
+        return found
+    return max(0, _engine(shape, work, work.vllm).weight_bytes + found - work.vllm.num_bytes)
+
+
 def _with_dense_attention(work: Workload) -> Workload:
     return Workload(**{**vars(work), "attention": "sdpa"})
 
@@ -723,6 +805,7 @@ def workload_of(
     attention: str,
     quantized_bits: int = 0,
     on_cpu: bool = False,
+    gpu_bytes: int | None = None,
 ) -> Workload:
     """
     What a configuration makes a process compute at once.
@@ -744,6 +827,8 @@ def workload_of(
             4 or 8 where the base model is quantised.
         on_cpu (`bool`, defaults to `False`):
             Whether the run stays on the CPU.
+        gpu_bytes (`int`, *optional*):
+            Memory of a GPU, of which vLLM is given a share; without it, none is counted.
 
     Returns:
         [`Workload`]
@@ -763,6 +848,14 @@ def workload_of(
     num_rollout_rows = args.generation_batch_size // args.world_size
     if args.eval_strategy != "no":
         num_rollout_rows = max(num_rollout_rows, args.per_device_eval_batch_size)
+    vllm = None
+    if args.rollout_backend == "vllm":
+        vllm = EngineShare(
+            int(args.vllm_gpu_memory_utilization * (gpu_bytes or 0)),
+            args.vllm_tensor_parallel_size,
+            sleeps=args.vllm_enable_sleep_mode,
+            is_compared=args.rollout_self_check,
+        )
     return Workload(
         num_rows=b,
         num_rollout_rows=num_rollout_rows,
@@ -786,4 +879,5 @@ def workload_of(
         quantized_bits=quantized_bits,
         on_cpu=on_cpu,
         may_split_rollouts=args.num_iterations == 1,
+        vllm=vllm,
     )

@@ -86,6 +86,101 @@ def test_the_cache_of_a_rollout_is_what_a_long_recipe_needs_most(configs, capsys
     assert "Remedy: a lower steps_per_generation" in " ".join(shown.split())
 
 
+CACHE_PER_TOKEN = 36 * 2 * 8 * 128 * 2  # bytes of SDAR-8B's keys and values in bfloat16
+
+
+def test_vllm_has_its_share_while_it_decodes(configs, capsys):
+    flags = ["--accelerate_config", "zero3", "--model_name_or_path", str(configs["sdar"]), "--gpu_memory_gb", "80"]
+
+    assert main(["env", "--recipe", "sdar_8b_math_vllm", *flags]) == 0
+
+    shown = capsys.readouterr().out
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+    assert row(shown, "vLLM  ") == [48.0]
+    assert "key/value cache" not in shown
+    assert "decoding passes" not in shown
+    num_sequences = int((48e9 - 2 * SDAR_8B) // ((512 + 2048) * CACHE_PER_TOKEN))
+    text = " ".join(shown.split())
+    assert "vLLM's share: 48.0 GB, of which 16.4 are weights. The other 31.6, less" in text
+    assert f"hold {num_sequences} sequences of 2560 tokens at most; a rollout has 64." in text
+    assert "Largest in rollout: vLLM, 48.0 GB. Remedy: a lower vllm_gpu_memory_utilization." in text
+
+    assert main(["env", "--recipe", "sdar_8b_math_vllm", *flags, "--vllm_enable_sleep_mode", "false"]) == 1
+
+    shown = capsys.readouterr().out
+    assert row(shown, "vLLM  ") == [48.0] * 4
+    assert "Remedy: vllm_enable_sleep_mode: true, or a lower" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "launch"),
+    [("sdar_8b_math_vllm", "zero3"), ("sdar_8b_math_dynamic_vllm", "zero3"), ("sdar_8b_math_lora_vllm", "single_gpu")],
+)
+def test_recipes_with_vllm_fit_on_the_gpus_they_name(recipe, launch, configs):
+    planned = plan_recipe(
+        recipe, ["--accelerate_config", launch, "--model_name_or_path", str(configs["sdar"])], gpu_memory_gb=80
+    )
+
+    lines, fits = plan_module.verdict(planned, 80)
+    assert fits
+    assert "It fits." in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "remedy"),
+    [
+        (["--vllm_gpu_memory_utilization", "0.2"], "its weights", "vllm_gpu_memory_utilization of 0.22 or more, or a"),
+        (
+            ["--vllm_gpu_memory_utilization", "0.25", "--vllm_max_model_length", "32000"],
+            "one sequence of the 32000 tokens that it may have",
+            "vllm_gpu_memory_utilization of 0.27 or more, or a lower vllm_max_model_length",
+        ),
+    ],
+)
+def test_a_share_that_vllm_would_not_start_with_does_not_fit(changes, missing, remedy, configs, capsys):
+    flags = ["--accelerate_config", "zero3", "--model_name_or_path", str(configs["sdar"]), "--gpu_memory_gb", "80"]
+
+    assert main(["env", "--recipe", "sdar_8b_math_vllm", *flags, *changes]) == 1
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "GB, in rollout. It does not fit." in shown
+    assert "It fits" not in shown
+    assert f"There is no room for {missing}. Remedy: {remedy}" in shown
+
+
+def test_processes_that_share_a_copy_for_vllm_hold_a_part_of_it_each(configs):
+    flags = ["--accelerate_config", "zero3", "--model_name_or_path", str(configs["sdar"])]
+
+    planned = plan_recipe("sdar_8b_math_vllm", [*flags, "--vllm_tensor_parallel_size", "2"], gpu_memory_gb=80)
+
+    assert planned.plan.engine is not None
+    assert planned.plan.engine.weight_bytes == SDAR_8B * 2 // 2
+    assert planned.plan.engine.token_bytes == CACHE_PER_TOKEN // 2
+    assert "a rollout has 128." in planned.engine[0]
+
+
+def test_a_prompt_that_vllm_would_refuse_is_noted(configs):
+    flags = ["--accelerate_config", "zero3", "--model_name_or_path", str(configs["sdar"])]
+
+    planned = plan_recipe("sdar_8b_math_vllm", flags, prompt_length=3000)
+
+    assert any("do not fit into vllm_max_model_length=4096" in note for note in planned.notes)
+
+
+def test_weights_gathered_to_compare_engines_lie_where_a_sleeping_cache_will_be(configs):
+    def gathered(*changes):
+        flags = ["--accelerate_config", "zero3", "--model_name_or_path", str(configs["sdar"]), *changes]
+        terms = plan_recipe("sdar_8b_math_vllm", flags, gpu_memory_gb=80).plan.terms
+        return next(term.num_bytes["rollout"] for term in terms if term.name == "gathered weights")
+
+    assert gathered() == 0
+    # 32 GB: weights, and as many again that are gathered whole
+    assert gathered("--vllm_gpu_memory_utilization", "0.4") == 4 * SDAR_8B - 32_000_000_000
+    assert gathered("--vllm_enable_sleep_mode", "false") == 2 * SDAR_8B
+    # else one tensor at a time, the embedding for one
+    assert gathered("--vllm_enable_sleep_mode", "false", "--rollout_self_check", "false") == 2 * 151_936 * 4096
+
+
 def test_every_option_of_train_overrides_the_recipe(configs):
     flags = ["--model_name_or_path", str(configs["sdar"]), "--accelerate_config", "zero3"]
 

@@ -3,6 +3,7 @@
 """The memory plan of a recipe, and what has to fit together for it, without weights or data."""
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,17 @@ from rich.text import Text
 from transformers import PreTrainedConfig
 from trl import DatasetMixtureConfig, ModelConfig, get_peft_config
 
-from ..memory import PHASES, MemoryPlan, Phase, Sharding, memory_plan, model_shape, workload_of
+from ..memory import (
+    PHASES,
+    EngineMemory,
+    MemoryPlan,
+    Phase,
+    Sharding,
+    Workload,
+    memory_plan,
+    model_shape,
+    workload_of,
+)
 from ..models.adapters import Adapter, checked_peft_config
 from ..models.bidirectional import ATTENTION, BLOCK_ATTENTION
 from ..models.families import Family, family_of
@@ -212,6 +223,10 @@ def _planned_config(num_processes: int) -> type[StableDRLConfig]:
             with _announced(num_processes):
                 super()._check_group_size()
 
+        def _check_rollout_backend(self) -> None:
+            with _announced(num_processes):
+                super()._check_rollout_backend()
+
     return StableDRLConfigOfARun
 
 
@@ -236,6 +251,8 @@ class Planned:
     plan: MemoryPlan
     launch: Launch
     notes: tuple[str, ...]
+    engine: tuple[str, ...] = ()
+    engine_fits: bool = True
 
 
 def plan_of(
@@ -248,6 +265,7 @@ def plan_of(
     launch: Launch,
     bf16: bool,
     prompt_length: int = PROMPT_LENGTH,
+    gpu_memory_gb: float | None = None,
 ) -> Planned:
     """
     Plan the memory of a run, and check what goes with what.
@@ -269,10 +287,13 @@ def plan_of(
             Whether it runs under mixed precision.
         prompt_length (`int`, *optional*, defaults to 512):
             Tokens of the longest prompt.
+        gpu_memory_gb (`float`, *optional*):
+            Memory of a GPU; the visible device's, or 80, by default.
 
     Returns:
         [`Planned`]
     """
+    gb = capacity(launch, gpu_memory_gb)
     init: dict[str, Any] = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
     given = args.model_init_kwargs or {}
     init |= json.loads(given) if isinstance(given, str) else given
@@ -291,6 +312,7 @@ def plan_of(
         attention=attention,
         quantized_bits=4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else 0,
         on_cpu=launch.on_cpu,
+        gpu_bytes=None if gb is None else int(gb * GB),
     )
     shape = model_shape(config, peft_config)
     notes = [*launch.notes]
@@ -300,6 +322,19 @@ def plan_of(
             f"prompt_length + max_completion_length = {prompt_length + work.window_length} positions, but the model "
             f"was trained for max_position_embeddings={limit}."
         )
+    engine, engine_fits = [], True
+    plan = memory_plan(shape, work, launch.sharding)
+    if plan.engine is not None:
+        context = args.vllm_max_model_length or limit or prompt_length + work.window_length
+        if gb is None:
+            notes.append("vLLM's memory on a CPU is not counted.")
+        else:
+            engine, engine_fits = _engine_lines(plan.engine, work, context, gb)
+        if prompt_length + work.window_length > context:
+            notes.append(
+                f"A prompt of {prompt_length} tokens and its completion do not fit into vllm_max_model_length="
+                f"{context}: it would stop the run. Set {prompt_length + work.window_length} or more."
+            )
     if work.quantized_bits and launch.sharding.shards_parameters:
         notes.append(
             f"Quantised weights under {launch.sharding.backend} have not been tried with this package: a copy on each "
@@ -320,7 +355,26 @@ def plan_of(
         ("rows", f"{work.num_rows} per pass and process, {work.num_rollout_rows} per rollout and process"),
         ("tokens", f"{tokens} (the prompt is assumed: --prompt_length)"),
     ]
-    return Planned(facts, memory_plan(shape, work, launch.sharding), launch, tuple(notes))
+    return Planned(facts, plan, launch, tuple(notes), tuple(engine), engine_fits)
+
+
+def _engine_lines(engine: EngineMemory, work: Workload, context: int, gb: float) -> tuple[list[str], bool]:
+    """What vLLM's share holds, in sentences, and whether it would start with it."""
+    assert work.vllm is not None
+    left = engine.num_bytes - engine.weight_bytes
+    share = f"vLLM's share: {_gb(engine.num_bytes)} GB, of which {_gb(engine.weight_bytes)} are weights."
+    needed = engine.weight_bytes + context * engine.token_bytes
+    if engine.num_bytes < needed:
+        what = "its weights" if left < 0 else f"one sequence of the {context} tokens that it may have"
+        remedy = f"vllm_gpu_memory_utilization of {math.ceil(100 * needed / (gb * GB)) / 100:g} or more"
+        remedy += ", or a higher vllm_tensor_parallel_size" if left < 0 else ", or a lower vllm_max_model_length"
+        return [f"{share} There is no room for {what}. Remedy: {remedy}."], False
+    length = work.prompt_length + work.window_length
+    num_sequences, num_rows = engine.num_sequences(length), work.num_rollout_rows * work.vllm.num_shards
+    return [
+        f"{share} The other {_gb(left)}, less work space and graphs, hold {num_sequences} sequences of "
+        f"{length} tokens at most; a rollout has {num_rows}{'' if num_rows <= num_sequences else ', some of which wait'}."
+    ], True
 
 
 def _check_attention(attention: str, family: Family, *, on_cpu: bool) -> None:
@@ -339,7 +393,13 @@ def _check_attention(attention: str, family: Family, *, on_cpu: bool) -> None:
         )
 
 
-def plan_recipe(recipe: str, flags: Sequence[str], *, prompt_length: int = PROMPT_LENGTH) -> Planned:
+def plan_recipe(
+    recipe: str,
+    flags: Sequence[str],
+    *,
+    prompt_length: int = PROMPT_LENGTH,
+    gpu_memory_gb: float | None = None,
+) -> Planned:
     """
     Check a recipe for a number of processes, and plan its memory.
 
@@ -350,6 +410,8 @@ def plan_recipe(recipe: str, flags: Sequence[str], *, prompt_length: int = PROMP
             Options of `train` that override it, those of the launcher included.
         prompt_length (`int`, *optional*, defaults to 512):
             Tokens of the longest prompt.
+        gpu_memory_gb (`float`, *optional*):
+            Memory of a GPU; the visible device's, or 80, by default.
 
     Returns:
         [`Planned`]
@@ -386,6 +448,7 @@ def plan_recipe(recipe: str, flags: Sequence[str], *, prompt_length: int = PROMP
             launch=replace(launch, on_cpu=on_cpu),
             bf16=not (args.fp16 or on_cpu) if bf16 is None else bf16,
             prompt_length=prompt_length,
+            gpu_memory_gb=gpu_memory_gb,
         )
 
 
@@ -417,7 +480,7 @@ def show_plan(recipe: str, flags: Sequence[str], *, prompt_length: int, gpu_memo
         `int`:
             1 where it does not fit, else 0.
     """
-    planned = plan_recipe(recipe, flags, prompt_length=prompt_length)
+    planned = plan_recipe(recipe, flags, prompt_length=prompt_length, gpu_memory_gb=gpu_memory_gb)
     show_facts(f"Memory plan of {recipe}", planned.facts)
     console = Console(highlight=False, width=min(Console().width, 80))
     console.print()
@@ -480,7 +543,7 @@ def verdict(planned: Planned, gb: float | None) -> tuple[list[str], bool]:
     of = "" if gb is None else f" of {gb:g}" if gb == int(gb) else f" of {gb:.1f}"
     lines = [f"Peak: {_gb(plan.peak)}{of} GB, in {plan.peak_phase}."]
     too_full: list[Phase] = [] if gb is None else [phase for phase in PHASES if plan.total(phase) > gb * GB]
-    if too_full:
+    if too_full or not planned.engine_fits:
         lines[0] += " It does not fit."
     elif gb is not None and plan.peak > _TIGHT * gb * GB:
         lines[0] += " It is tight: driver, libraries and gaps take 1 to 5 GB that are not counted."
@@ -490,10 +553,11 @@ def verdict(planned: Planned, gb: float | None) -> tuple[list[str], bool]:
         first, *others = plan.ranked(phase)[: 2 if too_full else 1]
         lines.append(f"Largest in {phase}: {first.name}, {_gb(first.num_bytes[phase])} GB. Remedy: {first.remedy}.")
         lines += [f"  then {term.name}, {_gb(term.num_bytes[phase])} GB. Remedy: {term.remedy}." for term in others]
+    lines += planned.engine
     if plan.host_bytes:
         every = plan.host_bytes * planned.launch.sharding.num_processes
         lines.append(f"Host memory: {_gb(plan.host_bytes)} GB per process, {_gb(every)} GB for all of them.")
-    return lines, not too_full
+    return lines, not too_full and planned.engine_fits
 
 
 def dry_run_facts(args: Any, model_args: ModelConfig, model: Model, peft_config: Any) -> list[tuple[str, str]]:

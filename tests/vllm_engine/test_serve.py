@@ -103,7 +103,9 @@ def greedy(prompt: list[int], **options: Any) -> list[int]:
 
 
 def text_of(tokens: list[int]) -> str:
-    return tiny_tokenizer().decode(tokens, skip_special_tokens=True)
+    text = tiny_tokenizer().decode(tokens, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
 
 
 def test_greedy_completions_are_those_of_the_definition(server):

@@ -76,7 +76,8 @@ def user_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        "trl_stabledrl.data._load.load_dataset", lambda *_, **__: datasets.Dataset.from_list([GSM8K_ROW | MATH_ROW] * 256)
+        "trl_stabledrl.data._load.load_dataset",
+        lambda *_, **__: datasets.Dataset.from_list([GSM8K_ROW | MATH_ROW] * 256),
     )
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "my_rewards.py").write_text("def fn(completions, **kwargs):\n    return [1.0] * len(completions)\n")
@@ -189,7 +190,7 @@ def test_commands_run_up_to_the_weights(command, user_folder, model_folder, monk
     if "outputs/llada_8b_gsm8k" in words:
         words[words.index("outputs/llada_8b_gsm8k")] = model_folder
     if any(word.startswith("sdar_") for word in words):
-        model_folder = str(published_sdar_folder(user_folder / "sdar"))
+        model_folder = str(published_sdar_folder(user_folder / "sdar", max_position_embeddings=32_768))
         tiny_tokenizer(chat_template=True).save_pretrained(model_folder)
     monkeypatch.setattr("trl_stabledrl.checks.installed_vllm", lambda: "0.31.0")  # no dependency of the tests
     tiny = ["--model_name_or_path", model_folder, "--use_cpu", "--dry_run"]

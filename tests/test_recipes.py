@@ -98,10 +98,11 @@ def test_recipe_dry_runs_on_a_tiny_model(path, chat_folder, no_hub, tmp_path, mo
 
 @pytest.mark.parametrize("path", SDAR, ids=lambda path: path.stem)
 def test_block_diffusion_recipe_dry_runs_on_a_tiny_model(path, no_hub, tmp_path, monkeypatch, capsys):
-    folder = published_sdar_folder(tmp_path / "sdar")
+    folder = published_sdar_folder(tmp_path / "sdar", max_position_embeddings=32_768)
     tiny_tokenizer(chat_template=True).save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("trl_stabledrl.checks.installed_vllm", lambda: "0.31.0")  # nor is vLLM
     flags = ["--model_name_or_path", str(folder), "--use_cpu", "--dry_run", "--num_train_prompts", "128"]
     flags += ["--load_in_4bit", "false"]  # bitsandbytes is no dependency of the tests
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from tests.tiny import published_sdar_folder
+from tests.tiny import published_sdar_folder, tiny_tokenizer
 from trl_stabledrl import likelihood
 from trl_stabledrl.cli import job, train
 from trl_stabledrl.cli.main import main
@@ -65,6 +65,20 @@ def test_resolved_config_is_a_recipe_of_the_same_run(recipe, tmp_path):
     assert first | {"output_dir": "again"} == second
     weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
     assert weights[0] == weights[1]
+
+
+def test_a_recipe_for_vllm_is_checked_before_the_weights(recipe, tmp_path, capsys, monkeypatch):
+    folder = str(published_sdar_folder(tmp_path / "sdar"))
+    tiny_tokenizer().save_pretrained(folder)
+    sdar = {"model_name_or_path": folder, "block_length": None, "rollout_backend": "vllm"}
+    monkeypatch.setattr("trl_stabledrl.checks.installed_vllm", lambda: None)
+    assert main(["train", "--config", recipe(**sdar), "--dry_run"]) == 2
+    assert "error: rollout_backend='vllm' needs vLLM, which is not installed: pip install" in capsys.readouterr().err
+
+    monkeypatch.setattr("trl_stabledrl.checks.installed_vllm", lambda: "0.30.1")
+    assert main(["train", "--config", recipe(**sdar), "--dry_run"]) == 0
+    assert main(["train", "--config", recipe(**sdar), "--dry_run", "--vllm_max_model_length", "8"]) == 2
+    assert "vllm_max_model_length=8 holds prompt and completion" in capsys.readouterr().err
 
 
 def test_false_in_yaml_means_no_scaling_of_rewards(recipe, monkeypatch):

@@ -53,7 +53,7 @@ def checking() -> Iterator[None]:
     """Before training every process of a run fails its checks alike, so the first one of a machine speaks for all."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         if is_our_message(error):
             raise UserError(str(error)) from error
         raise
@@ -64,7 +64,7 @@ def is_our_message(error: Exception) -> bool:
     if isinstance(error, UserError):
         return True
     trace = error.__traceback__
-    if not isinstance(error, ValueError) or trace is None:
+    if not isinstance(error, ValueError | ImportError) or trace is None:
         return False
     while trace.tb_next is not None:
         trace = trace.tb_next

@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_quantization_config
 
-from ..checks import check_num_prompts
+from ..checks import check_num_prompts, check_vllm_rollouts
 from ..core.peers import OBJECTIVES
 from ..rewards import BUILTIN_REWARDS, RewardFunc, load_reward
 from ..stabledrl_config import StableDRLConfig
@@ -193,6 +193,14 @@ def run(argv: Sequence[str]) -> int:
         peft_config = adapter_config(model_args, model)
         training_args.resolve(model.family)
         check_num_prompts(train, training_args)
+        if training_args.rollout_backend == "vllm":
+            check_vllm_rollouts(
+                model.path,
+                model.config,
+                training_args,
+                has_adapter=peft_config is not None or model.adapter is not None,
+                is_quantized=model_args.load_in_4bit or model_args.load_in_8bit,
+            )
         evaluation = task_evaluation(arguments, training_args, model)
     text = resolved_yaml(parser, training_args, resolved=_FAMILY_FIELDS)
     if is_main_process():

@@ -4,6 +4,7 @@
 """vLLM beside the cache-free definition of block decoding, token for token."""
 
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -407,6 +408,18 @@ def test_logits_that_are_not_finite_end_and_show():
 def test_settings_that_would_not_be_exact_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         engine_of.__wrapped__(32, **options)
+
+
+def test_a_checkpoints_own_temperature_is_not_a_default_that_vllm_refuses(tmp_path):
+    from transformers import GenerationConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = shutil.copytree(folder_of(4), tmp_path / "model")
+    GenerationConfig(do_sample=True, temperature=0.6, top_k=20, eos_token_id=[END, 19]).save_pretrained(folder)
+    with patch_async(False):
+        config = EngineArgs(model=str(folder), max_model_len=64, dtype="float32").create_engine_config().model_config
+    assert config.get_diff_sampling_param() == {}
+    assert config.try_get_generation_config()["eos_token_id"] == [END, 19]
 
 
 @pytest.mark.parametrize(("asked", "given"), [(250, 256), (256, 256), (512, 512), (510, 512)])

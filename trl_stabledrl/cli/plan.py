@@ -371,9 +371,10 @@ def _engine_lines(engine: EngineMemory, work: Workload, context: int, gb: float)
         return [f"{share} There is no room for {what}. Remedy: {remedy}."], False
     length = work.prompt_length + work.window_length
     num_sequences, num_rows = engine.num_sequences(length), work.num_rollout_rows * work.vllm.num_shards
+    waits = ", some of which wait" if num_rows > num_sequences else ""
     return [
-        f"{share} The other {_gb(left)}, less work space and graphs, hold {num_sequences} sequences of "
-        f"{length} tokens at most; a rollout has {num_rows}{'' if num_rows <= num_sequences else ', some of which wait'}."
+        f"{share} The other {_gb(left)}, less work space and graphs, hold {num_sequences} sequences of {length} tokens "
+        f"at most; a rollout has {num_rows}{waits}."
     ], True
 
 

@@ -37,6 +37,9 @@ class BlockDiffusionModelConfig(VerifyAndUpdateConfig):
         _set_scheduler(vllm_config.scheduler_config, block_length)
         _set_pages(vllm_config.cache_config, block_length)
         _set_context(vllm_config.model_config, block_length)
+        if vllm_config.model_config.generation_config == "auto":
+            # the checkpoint's temperature would be the default of a server, which refuses every temperature but 1
+            vllm_config.model_config.generation_config = "vllm"
         attention = getattr(vllm_config, "attention_config", None)
         if attention is not None and attention.backend is None and hasattr(attention, "use_non_causal"):
             attention.use_non_causal = True  # else Blackwell's first choice is a backend without it

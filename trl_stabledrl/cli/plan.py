@@ -372,10 +372,9 @@ def _engine_lines(engine: EngineMemory, work: Workload, context: int, gb: float)
     length = work.prompt_length + work.window_length
     num_sequences, num_rows = engine.num_sequences(length), work.num_rollout_rows * work.vllm.num_shards
     waits = ", some of which wait" if num_rows > num_sequences else ""
-    return [
-        f"{share} The other {_gb(left)}, less work space and graphs, hold {num_sequences} sequences of {length} tokens "
-        f"at most; a rollout has {num_rows}{waits}."
-    ], True
+    room = f"hold {num_sequences} sequences of {length} tokens at most"
+    line = f"{share} The other {_gb(left)}, less work space and graphs, {room}; a rollout has {num_rows}{waits}."
+    return [line], True
 
 
 def _check_attention(attention: str, family: Family, *, on_cpu: bool) -> None:

@@ -74,6 +74,7 @@ def trainer_of(model: Any, folder: Path, seen: list[Any] | None = None, **change
         reward_funcs=reward,
         args=config_of(folder, **changes),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[2:4]}),
         processing_class=tiny_tokenizer(),
         peft_config=peft_config,
     )
@@ -102,6 +103,42 @@ def test_a_run_with_either_engine_is_the_same(temperature, has_adapter, folder, 
     for name, weight in weights.items():
         assert torch.equal(weight, same_weights[name]), name
     assert "generate 8" in " ".join(engines[0].calls) or engines[0].calls.count("sync") >= 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "num_generations_eval": 2},
+        {"beta": 0.1, "peft_config": LoraConfig(r=4, init_lora_weights=False)},
+        {"gradient_accumulation_steps": 3, "steps_per_generation": 1, "per_device_train_batch_size": 4},
+        {"num_iterations": 2, "remasking": "entropy", "suppress_eos": "early_commit", "top_k": 9, "top_p": 0.8},
+        {"confidence_threshold": 0.06, "scale_rewards": "group"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_every_kind_of_run_is_the_same(changes, folder, tmp_path, engines):
+    runs = []
+    for backend in ("transformers", "vllm"):
+        torch.manual_seed(0)
+        seen: list[Any] = []
+        trainer = trainer_of(folder, tmp_path, seen, rollout_backend=backend, **changes)
+        trainer.train()
+        runs.append((seen, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}))
+    (expected, weights), (found, same_weights) = runs
+    assert found == expected
+    for name, weight in weights.items():
+        assert torch.equal(weight, same_weights[name]), name
+
+
+def test_a_run_that_is_resumed_hands_over_the_checkpoints_weights(folder, tmp_path, engines):
+    options = {"rollout_backend": "vllm", "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    whole: list[Any] = []
+    trainer_of(folder, tmp_path / "whole", whole, **options).train()
+    rest: list[Any] = []
+    trainer_of(folder, tmp_path / "whole", rest, **options).train(
+        resume_from_checkpoint=str(tmp_path / "whole" / "out" / "checkpoint-2")
+    )
+    assert rest == whole[2:]
 
 
 def test_weights_are_handed_over_once_for_each_version_of_the_policy(folder, tmp_path, engines):

@@ -110,7 +110,11 @@ class LLMDouble:
         outputs = []
         for row, tokens in enumerate(rollout.completion_ids):
             entries = [
-                {token: SimpleNamespace(logprob=value.log().item(), rank=int(step) + 1)}
+                {
+                    token: SimpleNamespace(
+                        logprob=(value if settings.remasking == "entropy" else value.log()).item(), rank=int(step) + 1
+                    )
+                }
                 for token, step, value in zip(tokens, rollout.commit_step[row], rollout.confidence[row], strict=False)
             ]
             result = SimpleNamespace(token_ids=tokens, logprobs=entries, finish_reason="stop", stop_reason=None)

@@ -48,7 +48,7 @@ def engine_of(block_length: int, *, is_async: bool = False, vocab_size: int = 64
     settings: dict[str, Any] = {
         "max_model_len": 256,
         "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
+        "max_num_batched_tokens": 64 // block_length * block_length,
         "dtype": "float32",
         "enforce_eager": True,
         "num_gpu_blocks_override": 512,  # else each engine takes a GB

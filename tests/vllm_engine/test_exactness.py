@@ -42,7 +42,7 @@ def assert_exact(engine: Any, model: Any, prompts: list[list[int]], num_tokens: 
         assert (answer.tokens, answer.steps) == expected(model, prompt, num_tokens, **options), len(prompt)
 
 
-@pytest.mark.parametrize("block_length", [4, 8, 16, 32])
+@pytest.mark.parametrize("block_length", [4, 6, 8, 16, 32])
 def test_greedy_tokens_and_steps_are_the_definitions(block_length):
     engine, model = engine_of(block_length), model_of(block_length)
     for number, options in enumerate(decoding_options(block_length)):

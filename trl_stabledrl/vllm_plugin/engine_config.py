@@ -14,7 +14,7 @@ SCHEDULER = "trl_stabledrl.vllm_plugin.scheduler.BlockScheduler"
 SINGLE = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "enable_batch_sharded_sampling": False}
 """Options that split a request's work in ways the state of a block is not split."""
 
-PAGE_UNIT = 16  # FlashAttention's pages are multiples of it
+PAGE_UNIT = 32  # FlashAttention's pages are multiples of 16, those of CPUs of 32
 
 
 class BlockDiffusionModelConfig(VerifyAndUpdateConfig):

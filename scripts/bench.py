@@ -49,6 +49,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from trl_stabledrl import StableDRLConfig, StableDRLTrainer, stabledrl_trainer
 from trl_stabledrl.core.masking import MaskLaw, McSampling
+from trl_stabledrl.engines import transformers as engine
 from trl_stabledrl.models import LLaDAConfig, LLaDAModelLM, SDARConfig, SDARForCausalLM
 
 PHASES = ("rollout", "old", "loss", "backward", "optimizer", "other")
@@ -364,9 +365,11 @@ def measure(trainer: StableDRLTrainer, meter: Meter) -> dict[str, Any]:
             stack.enter_context(
                 mock.patch.object(accelerator, method, _measured(meter, phase, getattr(accelerator, method)))
             )
-        for function, results in {"sample": rollouts, "score_rows": scores}.items():
-            kept = _kept(results, getattr(stabledrl_trainer, function))
-            stack.enter_context(mock.patch.object(stabledrl_trainer, function, kept))
+        for module, function, results in (
+            (engine, "sample", rollouts),
+            (stabledrl_trainer, "score_rows", scores),
+        ):
+            stack.enter_context(mock.patch.object(module, function, _kept(results, getattr(module, function))))
         trainer.add_callback(OptimizerPhase(meter))
         stack.enter_context(meter)
         trainer.train()

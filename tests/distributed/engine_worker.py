@@ -26,8 +26,8 @@ from tests.trainer_tools import config_of, letter_tokenizer, prompts_of, reward_
 from tests.vllm_double import LLMDouble, vllm_double
 from trl_stabledrl import StableDRLTrainer
 
-PROMPTS = ("ab", "gc", "dabga", "ggabcabd")
-"""Those of the first process are shorter than a block, and cannot be decoded by vLLM."""
+PROMPTS = ("ab", "gcabd", "dabga", "ggabcabd")
+"""Two for each process. The first is shorter than a block, and cannot be decoded by vLLM."""
 ADAPTER: dict[str, Any] = {
     "r": 2,
     "lora_alpha": 8,

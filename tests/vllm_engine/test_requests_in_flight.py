@@ -198,12 +198,12 @@ def test_the_context_can_be_filled_to_its_last_token(block_length):
 
 
 def test_the_models_own_end_token_ends_a_completion():
-    params = params_of(40, stop_token_ids=[], num_denoising_steps=2)
+    params = params_of(30, stop_token_ids=[], num_denoising_steps=2)
     params.ignore_eos = False
-    prompts = prompts_of(4)
+    prompts = prompts_of(4, 24)[:8]
     found = answers(engine_of(4), prompts, params)
     for prompt, answer in zip(prompts, found, strict=True):
-        assert answer.tokens == expected(model_of(4), prompt, 40, num_denoising_steps=2)[0]
+        assert answer.tokens == expected(model_of(4), prompt, 30, num_denoising_steps=2)[0]
     assert {answer.finish_reason for answer in found} == {"stop", "length"}
 
 

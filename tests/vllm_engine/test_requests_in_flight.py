@@ -39,7 +39,7 @@ def counted_preemptions(engine: Any) -> Iterator[Counter[str]]:
 
 
 def small_engine_of(block_length: int, *, is_async: bool) -> Any:
-    """Six pages in use for eight requests, which need up to five each, and prompts that take several passes."""
+    """Nine pages in use for eight requests, which need up to five each, and prompts that take several passes."""
     return engine_of(
         block_length,
         is_async=is_async,

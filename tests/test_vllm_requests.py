@@ -72,9 +72,17 @@ def test_what_cannot_be_honoured_is_refused_by_name(extra_args, message):
 
 
 @pytest.mark.parametrize(
-    "option", [{"presence_penalty": 0.5}, {"repetition_penalty": 1.1}, {"prompt_logprobs": 1}], ids=str
+    "option",
+    [
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"prompt_logprobs": 1},
+        {"prompt_logprob_token_ids": [5]},
+        {"logprob_token_ids": [5]},
+    ],
+    ids=str,
 )
-def test_penalties_are_refused(option):
+def test_what_vllm_would_do_to_each_token_is_refused(option):
     ((name, value),) = option.items()
-    with pytest.raises(ValueError, match=f"{name}={value} is not honoured when blocks are denoised"):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value} is not honoured when blocks are denoised")):
         parsed({}, **option)

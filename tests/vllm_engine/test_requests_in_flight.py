@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests import naive
 from tests.vllm_engine.engines import END, MASK, answers, engine_of, expected, model_of, params_of, prompts_of
@@ -216,11 +217,22 @@ def test_completions_of_one_prompt_with_one_seed_are_one():
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("frequency_penalty", 0.5), ("repetition_penalty", 1.5), ("prompt_logprobs", 0), ("prompt_logprobs", 2)],
+    [
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.5),
+        ("prompt_logprobs", 0),
+        ("prompt_logprobs", 2),
+        ("prompt_logprob_token_ids", [5]),
+        ("logprob_token_ids", [5]),
+    ],
 )
 def test_what_is_not_honoured_is_refused_beside_a_request_that_is_answered(option, value):
     bad, good = params_of(9), params_of(9)
+    if not hasattr(SamplingParams, option):
+        pytest.skip("this vLLM has no such option")
     setattr(bad, option, value)
+    if option == "logprob_token_ids":
+        bad.logprobs = 1  # vLLM wants as many
     prompts = prompts_of(8)[2:4]
     refused, answered = answers(engine_of(8), prompts, [bad, good])
     assert (refused.finish_reason, refused.tokens) == ("error", [])

@@ -34,6 +34,8 @@ UNUSED = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "prompt_logprobs": None,
+    "prompt_logprob_token_ids": None,
+    "logprob_token_ids": None,
     "repetition_detection": None,
 }
 """Options of `SamplingParams` that cannot be honoured, with the value that leaves them alone."""

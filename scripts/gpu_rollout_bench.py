@@ -214,11 +214,14 @@ def append(options: argparse.Namespace, result: dict[str, Any]) -> None:
 # In the process that was started
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
 def read_results(path: Path) -> list[dict[str, Any]]:
     """The last result of each cell."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        result = json.loads(line)
+    for result in read_lines(path):
         found[tuple(result[name] for name in ("model", "engine", "block_length", "num_rows", "tokens_per_step"))] = (
             result
         )
@@ -292,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     for engine, block_length in dict.fromkeys((cell["engine"], cell["block_length"]) for cell in cells_of(options)):
         print(f"{engine}, block {block_length} ...", flush=True)
-        before = len(read_results(options.output_dir / "results.jsonl"))
+        before = len(read_lines(options.output_dir / "results.jsonl"))
         command = [sys.executable, __file__, *arguments, "--worker", engine, str(block_length)]
         try:
             status = subprocess.run(command, timeout=options.max_seconds, env=dict(os.environ)).returncode
@@ -300,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
         except subprocess.TimeoutExpired:
             status, reason = 1, f"{engine}, block {block_length}: not done after {options.max_seconds:g} s"
         if status:
-            done = read_results(options.output_dir / "results.jsonl")[before:]
+            done = read_lines(options.output_dir / "results.jsonl")[before:]
             for cell in cells_of(options):
                 is_here = (cell["engine"], cell["block_length"]) == (engine, block_length)
                 if is_here and not any(cell.items() <= result.items() for result in done):

@@ -64,6 +64,22 @@ def test_a_process_that_fails_or_hangs_loses_its_own_cells_alone(tmp_path, monke
     assert (tmp_path / "results.png").stat().st_size > 10_000
 
 
+def test_what_a_second_run_measured_before_it_crashed_is_kept(tmp_path, monkeypatch):
+    arguments = [*SMALL, "--engines", "vllm", "--output_dir", str(tmp_path)]
+    parsed = bench.make_parser().parse_args(arguments)
+
+    def run(command, **options):
+        measured = {"tokens_per_second": 12.0, "seconds": 1.0, "sync_seconds": 0.0, "peak_memory_gb": None}
+        bench.append(parsed, bench.cells_of(parsed)[0] | measured | {"device": "none"})
+        return bench.subprocess.CompletedProcess(command, returncode=1)
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    for _ in range(2):
+        assert bench.main(arguments) == 1
+        results = bench.read_results(tmp_path / "results.jsonl")
+        assert ["error" in result for result in results] == [False, True, True, True]
+
+
 def test_a_cell_that_is_measured_again_replaces_the_first(tmp_path):
     options = bench.make_parser().parse_args([*SMALL, "--output_dir", str(tmp_path)])
     cell = bench.cells_of(options)[0]
